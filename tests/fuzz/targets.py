@@ -579,7 +579,7 @@ def _store_replies() -> list[bytes]:
 
 def _read_store_reply(data: bytes) -> object:
     request: Any = _ASKED[data[0] % len(_ASKED)] if data else hosting.Memory()
-    attempt(lambda: hosting.decode_about(hosting.messages.decode_welcome(data[1:]), About))
+    attempt(lambda: hosting.decode_about(hosting.messages.decode(data[1:], hosting.messages.Welcome), About))
     return _STORE.decode_reply(request, data[1:])
 
 

@@ -1,8 +1,7 @@
 """What the host of a ledger wrote down, so that the next host goes on where it ended.
 
-`Log` is the interface, and `FolderLog` one in a folder, also of notes alone; the owner of a `RowStoreBackend`'s ledger
-has one in its engine. `LoggedLedger` is the ledger that is kept in a log. Durable stores and controllers use them.
-Nothing here imports torch.
+`FolderLog` is a log in a folder, also of notes alone; the owner of a `RowStoreBackend`'s ledger has one in its engine.
+`LoggedLedger` is the ledger that is kept in a log. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -52,19 +51,14 @@ class Log(ABC):
     """A state, and records of what was done since then. Times are on a clock of the log's own.
 
     Call `begin` once what it holds is read, and before all else.
-
-    Attributes:
-        state: What the log of before began with. Empty if there was none.
-        records: The records since then, each with its time. Empty once `begin` was called.
-        make_state: Gives the state that the log begins with.
     """
 
     def __init__(self) -> None:
         self._size = self._long_at = 0  # bytes of the log, and how many make it long
         self._ahead_s = 0.0
-        self.make_state: Callable[[], bytes] = bytes
-        self.state = b""
-        self.records: list[tuple[float, bytes]] = []
+        self.make_state: Callable[[], bytes] = bytes  # gives the state that the log begins with
+        self.state = b""  # what the log of before began with; empty if there was none
+        self.records: list[tuple[float, bytes]] = []  # since then, each with its time; empty once it has begun
 
     def now(self) -> float:
         """The time in seconds on the log's clock, which stands still while no process has the log."""
@@ -74,32 +68,25 @@ class Log(ABC):
     def begin(self) -> None:
         """Begins the log of this process with the state, which stands for all that came before; or begins it again.
 
-        Raises:
-            BackendUnavailableError: The log cannot be written.
-            TakenError: Another process has the log.
+        Raises `BackendUnavailableError` if it cannot be written, and `TakenError` if another process has the log.
         """
 
     @abstractmethod
     def append(self, record: bytes, at: float, *, is_lazy: bool = False, frees: bool = False) -> None:
-        """Adds a record.
+        """Adds a record. Raises `BackendUnavailableError` if it cannot be written: it was not done.
 
         Args:
             record: The record.
             at: Its time, not before that of the one before.
             is_lazy: Whether `commit` need not wait for it.
             frees: Whether it makes room, as that of a clear. It may take what is set aside for it on a full disk.
-
-        Raises:
-            BackendUnavailableError: It cannot be written. It was not done.
         """
 
     @abstractmethod
     def commit(self) -> None:
         """Returns when everything so far is kept, but for lazy records. Call it before anything is answered.
 
-        Raises:
-            TakenError: Another process has the log.
-            OSError: The disk failed: what it has is not known.
+        If it raises, what is kept is not known.
         """
 
     def commit_or_end(self) -> None:
@@ -192,11 +179,7 @@ class LoggedLedger(LedgerService):
         return msgspec.msgpack.encode((_VERSIONS, msgspec.Raw(pack_state(self.ledger))))
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
-        """As `LedgerService.call`. Answer only after the log's ``commit``.
-
-        Raises:
-            BackendUnavailableError: The log cannot be written. Nothing was done.
-        """
+        """As `LedgerService.call`, or as `Log.append`. Answer only after the log's ``commit``."""
         with self.lock:
             self._at = at = self._log.now()
             try:
@@ -266,13 +249,10 @@ class _Beginning(msgspec.Struct, array_like=True):
 
 
 class _Frame(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A record, or a note (None: no longer).
-
-    ``synced``: how much of the file the disk had by then. None: the disk is not waited for.
-    """
+    """A record, or a note (None: no longer)."""
 
     at: float
-    synced: int | None
+    synced: int | None  # how much of the file the disk had by then; None: the disk is not waited for
     record: bytes | None = None
     name: str | None = None
     value: bytes | None = None
@@ -283,19 +263,13 @@ _decode_frame: Final = msgspec.msgpack.Decoder(_Frame).decode
 
 
 class FolderLog(Log):
-    """The log of a folder. Opening it takes it from the process that had it. Thread-safe.
+    """The log of a folder, which is made. Opening it takes it from the process that had it. Thread-safe.
 
-    Args:
-        folder: The folder. It is made.
-        sync: Whether `commit` waits until the disk has all frames. If not, they survive the end of the process, but not
-            that of the machine.
-        must_exist: Whether there must be a log.
-
-    Attributes:
-        notes: Name -> the newest value.
+    With ``sync``, `commit` waits until the disk has all frames. If not, they survive the end of the process, but not
+    that of the machine.
 
     Raises:
-        BackendUnavailableError: There is no log, or the folder cannot be used.
+        BackendUnavailableError: The folder cannot be used, or there is no log, and there ``must_exist`` one.
         CorruptDataError: A frame is damaged that is not the last one, or the log is of another version.
     """
 
@@ -308,7 +282,7 @@ class FolderLog(Log):
         self._synced = 0  # how much of the file the disk has
         self._is_dirty = False  # whether `commit` has to wait for the disk
         self._is_torn = False  # whether a part of a frame may follow the last whole one
-        self.notes: dict[str, bytes] = {}
+        self.notes: dict[str, bytes] = {}  # name -> the newest value
         with self._opening():
             self._earlier = self._newest()
             if must_exist and self._earlier is None:

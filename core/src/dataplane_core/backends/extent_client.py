@@ -34,19 +34,12 @@ _FEW_BYTES: Final = 16 << 10
 
 
 class StoredRows(NamedTuple):
-    """Some rows of a write, for a read.
-
-    Attributes:
-        columns: Columns of the write, by field.
-        rows: Rows of these columns.
-        positions: Where these rows stand in the read, one for each.
-        in_place: Whether the read may return tensors on the memory of the columns. If not, it copies.
-    """
+    """Some rows of a write, for a read."""
 
     columns: Mapping[str, WireColumn]
-    rows: Sequence[int]
-    positions: Sequence[int]
-    in_place: bool
+    rows: Sequence[int]  # of these columns
+    positions: Sequence[int]  # where these rows stand in the read, one for each
+    in_place: bool  # whether the read may return tensors on the memory of the columns; if not, it copies
 
 
 class ExtentClient:
@@ -57,19 +50,14 @@ class ExtentClient:
             object takes over: the process then shares the memory. Over TCP, bytes go over the wire.
         views: Whether reads return views of shared memory. Such memory is mapped read-only.
 
-    Attributes:
-        session: The session.
-        syncs: Whether this client has the bytes of its puts on the host's disk before they are written.
-        arena: The memory of the host, for puts. None: bytes go over the wire.
-
     Raises:
         OSError: The memory cannot be mapped.
     """
 
     def __init__(self, session: Session, *, views: bool = False) -> None:
         self.session = session
-        self.syncs = False
-        self.arena: Arena | None = None
+        self.syncs = False  # whether it has the bytes of its puts on the host's disk before they are written
+        self.arena: Arena | None = None  # the memory of the host, for puts; None: bytes go over the wire
         self._uses: Uses | None = None
         self._views = views
         if not session.descriptors:
@@ -101,9 +89,7 @@ class ExtentClient:
         begin: commands.BeginPut | None = None,
         commits: Callable[[], object] = lambda: None,
     ) -> None:
-        """Stores writes. Returns when every client can read them.
-
-        If it raises, some may be stored: drop them.
+        """Stores writes. Returns when every client can read them. If it raises, some may be stored: drop them.
 
         Args:
             writes: Write id -> its columns, in the order of its slots: tensors or `Ragged`, with N rows each.
@@ -201,11 +187,7 @@ class ExtentClient:
         return stored
 
     def check(self, what: str) -> None:
-        """After a copy out of what `get` gave: that the host has kept it in its place until now.
-
-        Raises:
-            DataPlaneError: The host has ended, and another process may have its memory.
-        """
+        """After a copy out of what `get` gave: raises if the host has ended, since another may have its memory."""
         if self._uses is not None:
             self.session.check(what)
 
@@ -308,15 +290,9 @@ def _received(column: Column, num_rows: int, fill: Callable[[Bytes], None]) -> t
 def read_stored(
     specs: Mapping[str, FieldSpec], parts: Sequence[StoredRows], num_rows: int, threads: int | None = 1
 ) -> dict[str, WireColumn]:
-    """The columns of a read, in the order of the request.
+    """The columns of a read of n rows, in the order of the request; ``threads`` as for `copy_arrays`.
 
     Columns that may be given in place are, if their rows lie there in this order. Others are copied into new memory.
-
-    Args:
-        specs: The fields of the read.
-        parts: Where their rows are.
-        num_rows: n.
-        threads: As for `copy_arrays`.
     """
     from dataplane_core.codec.rows import Piece, merge_pieces, rows_in_order  # it imports torch
 

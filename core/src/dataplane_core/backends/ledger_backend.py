@@ -1,8 +1,7 @@
 """`LedgerBackend`: every operation of a backend, on top of a `Ledger` and a payload store.
 
-A storage author implements four methods: `call_ledger` (sends a command to the ledger), `store_write`, `fetch_fields`
-and `delete_refs`. Payload is stored before the ledger makes it visible, and deleted after the ledger freed it. Write
-ids are never used again. So a reader never gets half a row or another put's row, even after crashes.
+Payload is stored before the ledger makes it visible, and deleted after the ledger freed it. Write ids are never used
+again. So a reader never gets half a row or another put's row, even after crashes.
 """
 
 from __future__ import annotations
@@ -116,17 +115,11 @@ class CapacityOptions(BaseModel):
 
 @dataclass(slots=True)
 class _Ticket:
-    """A put's place in the queue for room.
+    """A put's place in the queue for room."""
 
-    Attributes:
-        refusal: What the store said when it had no room, until the put begins to commit: before that it wrote nothing.
-        id: Random bits.
-        queued_at: When the put last said that it waits, on `time.monotonic`'s clock. None: it is not in the queue.
-    """
-
-    refusal: CapacityExceededError | None
+    refusal: CapacityExceededError | None  # of the store, until the put begins to commit: before that it wrote nothing
     id: str = field(default_factory=new_id)
-    queued_at: float | None = None
+    queued_at: float | None = None  # when the put last said that it waits; None: it is not in the queue
 
 
 class LedgerBackend(Backend, ABC):
@@ -476,11 +469,7 @@ class LedgerBackend(Backend, ABC):
         )
 
     def undo(self, write_id: int, deadline: float) -> None:
-        """Tries to undo a failed put in the time that is left. If that fails, the next call tries again.
-
-        A put that was committed although the reply was lost stays: the ledger then frees nothing. If no client undoes a
-        put, the ledger ends it later, and a clear collects its payload.
-        """
+        """Tries to undo a failed put in the time that is left, else with the next call, unless it was committed."""
         deadline = min(deadline, time.monotonic() + _UNDO_S)
         if time.monotonic() < deadline:
             with suppress(Exception):  # the caller gets the error of the put, not of this

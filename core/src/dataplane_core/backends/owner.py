@@ -1,9 +1,5 @@
 """The owner of a store: the process that hosts its ledger. How it is elected, what it writes down, and how its clients
-reach it.
-
-It is a process of its own, which the first client starts. It keeps the ledger in a log in the store's engine
-(`EngineLog`), and ends when no client is left. If it is killed, or stopped, or cut off from the engine, any client
-starts another one, which goes on where the log ends. Clients find it by the newest record.
+reach it, by the newest record of its log.
 
 The engine keeps records under the numbers 1, 2, 3, ... It appends one only if its number follows the newest. So of two
 processes that append the same number, one notices that it is not the owner any more. An owner appends a record at least
@@ -82,38 +78,23 @@ _REACH_S: Final = 2.0
 
 
 class LogRecord(msgspec.Struct, array_like=True):
-    """What the owner did since the record before, and where it is reached.
+    """What the owner did since the record before, and where it is reached."""
 
-    Attributes:
-        version: Of this format.
-        owner: The id of the owner, random bits.
-        address: Where it is reached. None: it has ended.
-        generation: Greater than that of each owner before; if the engine lost their records, most likely another one.
-        at: The time, on the log's clock.
-        commands: What it did, each with its time.
-        state: The state after all before this record; then there are no commands. None: the state is in an earlier one.
-        limits: The owner's options that hold for all clients, and for the owner that one of them starts.
-    """
-
-    version: int
-    owner: str
-    address: Place | None
-    generation: int
-    at: float
-    commands: list[tuple[float, bytes]]
-    state: bytes | None = None
-    limits: dict[str, Any] = {}
+    version: int  # of this format
+    owner: str  # random bits
+    address: Place | None  # None: it has ended
+    generation: int  # greater than that of each owner before; most likely another one if the engine lost their records
+    at: float  # the time, on the log's clock
+    commands: list[tuple[float, bytes]]  # what it did, each with its time
+    state: bytes | None = None  # after all before this record; then there are no commands
+    limits: dict[str, Any] = {}  # options that hold for all clients, and for the owner that one of them starts
 
 
 _decode: Final = msgspec.msgpack.Decoder(LogRecord).decode
 
 
 def newest_record(engine: Store, deadline: float) -> tuple[int, LogRecord | None]:
-    """The newest record of a log and its number; 0 and None if it is empty.
-
-    Raises:
-        CorruptDataError: It is no record of a log of this version.
-    """
+    """The newest record of a log and its number; 0 and None if it is empty."""
     records = [*engine.read_log(None, deadline)]
     return (records[-1][0], _record(*records[-1])) if records else (0, None)
 
@@ -149,17 +130,8 @@ class Lease:
 class EngineLog(Log):
     """The log of an owner. Creating it waits until there is no other owner, and reads the log. Thread-safe.
 
-    It is the owner only after `begin`. Then call `beat` at least twice a second.
-
-    Args:
-        engine: The engine.
-        owner, address, limits: See `LogRecord`.
-        dead: The number of the newest record, if it is known that its owner is dead.
-
-    Attributes:
-        generation: See `LogRecord`.
-        forget_content: Called when the engine has lost records, and so rows: no put may rely on these.
-        is_needed: Whether somebody waits for this owner while the engine does not answer. Default: for 30 s.
+    It is the owner only after `begin`. Then call `beat` at least twice a second. ``dead`` is the number of the newest
+    record, if it is known that its owner is dead.
 
     Raises:
         TakenError: There is an owner.
@@ -179,7 +151,9 @@ class EngineLog(Log):
         self._is_dirty = False  # whether `commit` has to wait for the engine
         self._sure_at = -_SURE_S
         give_up_at = time.monotonic() + _START_S
+        #: Called when the engine has lost records, and so rows: no put may rely on these.
         self.forget_content: Callable[[], object] = lambda: None
+        #: Whether somebody waits for this owner while the engine does not answer.
         self.is_needed: Callable[[], bool] = lambda: time.monotonic() < give_up_at  # until the owner has clients
         lease = Lease()
         first, newest = self._newest()
@@ -214,12 +188,8 @@ class EngineLog(Log):
             raise CorruptDataError(f"record {expected} of the log is missing.")
 
     def _until_done(self, call: Callable[[float], _T]) -> _T:
-        """Calls the engine until it answers: it may be started again, or be replaced by its replica.
-
-        Raises:
-            BackendUnavailableError: It has ended, or refuses what it is asked, as one whose disk is full.
-            OperationTimeoutError: Nobody waits for this owner any more.
-        """
+        """Calls the engine until it answers: it may be started again, or be replaced by its replica. Gives up if it
+        refuses, as one whose disk is full, or nobody waits for this owner any more."""
         since = math.inf
         while True:
             try:
@@ -267,10 +237,7 @@ class EngineLog(Log):
                 self._refuse_if_taken()
 
     def beat(self) -> None:
-        """Appends a record if none was appended for a second. Ends the process as `commit_or_end`.
-
-        Nothing may change the ledger meanwhile.
-        """
+        """Appends a record if none was appended for a second. Nothing may change the ledger meanwhile."""
         with self._lock:
             self._is_dirty |= time.monotonic() - self._sure_at > _BEAT_S
         self.commit_or_end()
@@ -332,12 +299,7 @@ class EngineLog(Log):
 class OwnerLink(LedgerLink):
     """A client's way to the owner, wherever that is. The begin of a put may be known to one owner alone.
 
-    Args:
-        backend: The backend, whose engine is open. The owner's options that hold for all clients replace its own.
-        bootstrap, deadline: As for `Backend.start`.
-
-    Raises:
-        As `Backend.start`.
+    The engine of the backend is open. The owner's options that hold for all clients replace its own.
     """
 
     host_knows = (commands.BeginPut, commands.CommitPut)

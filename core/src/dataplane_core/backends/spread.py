@@ -1,8 +1,7 @@
 """`spread_over`: a backend whose partitions are spread over several stores, each with a ledger of its own.
 
-A ledger is one process on one core. `connect` uses this class where the config has ``num_ledgers`` above 1. All stores
-are of the same backend, and have the same options but for the name that keeps them apart. A partition lies in one of
-them, chosen by its name, so every client finds it without asking.
+A ledger is one process on one core. All stores are of the same backend, and have the same options but for the name that
+keeps them apart. A partition lies in one of them, chosen by its name, so every client finds it without asking.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ def _routed(operation: str) -> Any:
 
 
 class SpreadBackend(Backend):
-    """Several stores as one. `spread_over` makes the class for a backend.
-
-    Attributes:
-        store_class: The class of the stores.
-        num_ledgers: How many stores.
-    """
+    """Several stores as one. `spread_over` makes the class for a backend."""
 
     store_class: ClassVar[type[Backend]] = Backend
     num_ledgers: ClassVar[int] = 1

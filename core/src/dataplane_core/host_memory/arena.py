@@ -3,10 +3,6 @@
 The memory is a memfd: a file without a name, whose memory the kernel frees when the last process that has it open or
 mapped ends. So nothing is left after any crash, and the size of /dev/shm does not limit it. Or it is a file, which
 outlives its processes. Another process gets the arena as a file descriptor, over a Unix socket.
-
-The classic ways to allocate leave holes that no request fits (Wilson et al., "Dynamic Storage Allocation: A Survey and
-Critical Review", 1995). Extents can be moved as long as nobody reads or writes them, so a request fits whenever enough
-bytes are free between two extents that are pinned.
 """
 
 from __future__ import annotations
@@ -43,15 +39,8 @@ class Arena:
     """Shared memory, mapped into this process.
 
     The mapping lasts as long as the arena or any array from `window` does. Memory is used only for pages that were
-    touched. Linux only. Each method that asks the system raises `OSError`.
-
-    Args:
-        fd: The file descriptor of an arena. The object takes it over, and closes it when it is collected.
-        read_only: Map the memory so that a write ends the process with SIGSEGV.
-
-    Attributes:
-        bytes: The whole arena as an array (size_bytes,) uint8. A view.
-        address: Where the arena begins in this process.
+    touched. Linux only. Each method that asks the system raises `OSError`. The object takes the file descriptor over,
+    and closes it when it is collected. Where it is ``read_only``, a write ends the process with SIGSEGV.
     """
 
     def __init__(self, fd: int, *, read_only: bool = False) -> None:
@@ -68,10 +57,9 @@ class Arena:
 
     @classmethod
     def create(cls, size_bytes: int, name: str = "dataplane") -> Arena:
-        """Makes a new arena. Its memory is zero and not yet touched. Tools such as lsof show it as ``memfd:NAME``.
+        """A new arena. Its memory is zero and not yet touched. Tools such as lsof show it as ``memfd:NAME``.
 
-        Raises:
-            OSError: The system has no memfd, or ``ulimit -f`` is less than the size.
+        Raises `OSError` also if ``ulimit -f`` is less than the size.
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -110,11 +98,7 @@ class Arena:
         return status.f_bavail * status.f_frsize
 
     def touch(self, start: int, stop: int) -> None:
-        """Makes the bytes from ``start`` to ``stop`` part of this process's memory, so that later uses do not fault.
-
-        Blocks until it is done, longest for memory that no process has touched. Other threads run meanwhile. It does
-        nothing on kernels before Linux 5.14.
-        """
+        """Makes these bytes part of this process's memory, so that later uses do not fault (since Linux 5.14)."""
         page = mmap.PAGESIZE
         stop = min(-(-stop // page) * page, self.size_bytes)
         for begin in range(start // page * page, stop, _TOUCH_STEP):
@@ -176,10 +160,8 @@ class Arena:
 class Uses:
     """Says which bytes of an arena's file this process uses, to a later owner of the file, who knows no pins of before.
 
-    The kernel forgets it when this process ends. Thread-safe. The descriptor stays the caller's.
-
-    Raises:
-        OSError: The file cannot be opened again, or its file system has no locks.
+    The kernel forgets it when this process ends. Thread-safe. The descriptor stays the caller's. Raises `OSError` where
+    the file system has no locks.
     """
 
     def __init__(self, fd: int) -> None:
@@ -209,11 +191,7 @@ class Uses:
 
     @contextlib.contextmanager
     def during(self, places: Iterable[tuple[int, int]], check: Callable[[], object]) -> Iterator[None]:
-        """Uses these bytes in a block.
-
-        ``check`` raises if the owner of before has ended: a later one may have given the bytes to others, since nobody
-        had said that they are used. It is called when that is said.
-        """
+        """Uses these bytes in a block. ``check`` raises if the owner of before has ended."""
         with contextlib.ExitStack() as used:
             for start, stop in places:
                 self.begin(start, stop)
@@ -272,10 +250,10 @@ class Extent:
 
 
 class Extents:
-    """The extents of an arena and the holes between them.
+    """The extents of an arena and the holes between them. It touches no memory.
 
-    Offsets only: it touches no memory. Allocating and freeing take O(log n). `make_room` takes O(n log n), and moves as
-    few bytes as it can.
+    Ways to allocate that move nothing leave holes that no request fits. Here a request fits whenever enough bytes are
+    free between two extents that are pinned. Allocating and freeing take O(log n), `make_room` O(n log n).
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -291,11 +269,7 @@ class Extents:
 
     @classmethod
     def of(cls, size_bytes: int, places: Iterable[tuple[int, int]]) -> tuple[Extents, list[Extent]]:
-        """Extents that lie at these offsets, ascending, and have these sizes.
-
-        Raises:
-            ValueError: They overlap, or do not lie in the arena on the bounds of extents.
-        """
+        """Extents that lie at these offsets, ascending, and have these sizes. Raises `ValueError` if they cannot."""
         made, extents = cls(size_bytes), []
         made._remove_hole(0)
         end = 0
@@ -346,12 +320,9 @@ class Extents:
         self._add_hole(extent.offset + size_bytes, freed)
 
     def make_room(self, size_bytes: int, move: Callable[[int, int, int], None]) -> bool:
-        """Moves extents that are not pinned to lower offsets, until a hole of ``size_bytes`` exists.
-
-        Of all ways to make such a hole by sliding neighbours together, it takes the one that moves the fewest bytes:
-        ``move(source, target, size_bytes)`` moves them to a lower offset, and both ranges may overlap. False: there is
-        no such hole, and nothing was moved.
-        """
+        """Slides extents together that are not pinned, until a hole of ``size_bytes`` exists, by the way that moves the
+        fewest bytes. ``move(source, target, size_bytes)`` moves them to a lower offset; both ranges may overlap. False:
+        there is no such way, and nothing was moved."""
         if self._by_size and self._by_size[-1][0] >= size_bytes:
             return True
         enough = self.size_bytes - self.used_bytes >= size_bytes

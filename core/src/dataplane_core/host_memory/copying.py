@@ -63,7 +63,7 @@ def copy_arrays(
     It returns or raises only when no thread uses the memory any more, also if it is interrupted.
 
     Args:
-        copies: What is copied. No target overlaps another array of these.
+        copies: No target overlaps another array of these.
         threads: How many threads copy at most, with the one that calls. None: `default_copy_threads`.
         copied: Called each time some MB were copied into targets that follow one another, with the first and the last
             of these targets, by the thread that copied.

@@ -39,7 +39,7 @@ class Allocate(Request[list[int]], frozen=True):
     """Allocates an extent for each write of a put. Reply: where they begin in the arena.
 
     They are dropped if the session ends, or somebody drops them, before `Written` or `Fill`. With the bytes themselves,
-    for few of them, the put is written at once. Raises `CapacityExceededError` if there is no room for all of them.
+    for few of them, the put is written at once.
     """
 
     writes: list[Wanted]
@@ -124,9 +124,7 @@ class _Put:
 class ExtentHost(Host):
     """Serves an `ExtentService`. Clients over a Unix socket get its arena.
 
-    Args:
-        extents: The extents.
-        settle: See `Host`: the ``commit_or_end`` of the notes, if the extents outlive this process.
+    If the extents outlive this process, ``settle`` is the ``commit_or_end`` of their notes.
     """
 
     messages = Messages(Allocate, Written, Fill, Find, Fetch, Drop, Retain, Memory, errors=[RefsGoneError])

@@ -109,10 +109,8 @@ def arrays_of_rows(extent: Bytes, column: Column, num_rows: int, rows: Sequence[
 
 
 def squeeze(extent: Bytes, layout: Layout, num_rows: int, rows: Sequence[int]) -> Layout:
-    """Moves the rows that are kept, ascending, together at the start of an extent. Nobody may use its bytes meanwhile.
-
-    Returns their layout. Its offsets are never higher than before.
-    """
+    """Moves the rows that are kept, ascending, together at the start of an extent, which nobody uses meanwhile. Returns
+    their layout, whose offsets are never higher than before."""
     kept = np.asarray(rows, dtype=np.int64)
     squeezed = Layout([])
     for column in layout.columns:
@@ -155,18 +153,12 @@ class Wanted(NamedTuple):
 
 
 class Place(msgspec.Struct, array_like=True):
-    """Where rows of a write lie.
+    """Where rows of a write lie: its extent, the columns there, and the rows that were asked for."""
 
-    Attributes:
-        offset, layout: Of its extent in the arena, and of the columns there.
-        num_rows: How many rows the extent has.
-        rows: Those that were asked for. None: they have the same numbers as the positions.
-    """
-
-    offset: int
+    offset: int  # of the extent in the arena
     layout: Layout
-    num_rows: int
-    rows: list[int] | None = None
+    num_rows: int  # in the extent
+    rows: list[int] | None = None  # None: they have the same numbers as the positions
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -181,9 +173,7 @@ class Place(msgspec.Struct, array_like=True):
 class RefsGoneError(DataPlaneError):
     """Located payload is gone: it was cleared or overwritten since then, or lost. `LedgerBackend` locates it again.
 
-    Attributes:
-        refs: The refs of what is gone, if known.
-        handles: For a `RowStoreBackend`, the handles of the rows that are gone.
+    It has the refs of what is gone, or for a `RowStoreBackend` the handles of the rows, if known.
     """
 
     def __init__(self, message: str, *, refs: Iterable[Ref] = (), handles: Iterable[int] = (), **kwargs: Any) -> None:
@@ -286,10 +276,8 @@ class ExtentService:
         return extents
 
     def keep(self, write_ids: Sequence[int], digests: Sequence[bytes] | None = None) -> None:
-        """The bytes of writes are there, whose extents are still pinned. What outlives its process notes where.
-
-        ``digests``: `digest_of` each extent, from who wrote the bytes and had them synced. None: they were not synced.
-        """
+        """The bytes of writes are there, whose extents are still pinned. What outlives its process notes where, with
+        `digest_of` each extent, from who wrote the bytes and had them synced. None: they were not synced."""
 
     def work_aside(self) -> bool:
         """As `Host.work_aside`."""

@@ -1,10 +1,9 @@
-"""The messages between clients and a host, their form (msgpack, read by type, without pickle), and their way through a
-socket.
+"""The messages between clients and a host (msgpack, read by type, without pickle), and their way through a socket.
 
 A message on a socket is its length (4 bytes, little-endian) and its bytes. The first message on a connection is a
-`Hello`. A request is one byte, its number, and the request. A reply is one byte, 0 or 1 for an error, and the reply. A
-request whose class says that it is not ``answered`` has none. On the connection that began a session, which carries no
-requests, the host sends the lease token of a claim, or the ticket of a put, that is to ask again.
+`Hello`. A request is one byte, its number, and the request. A reply is one byte, 0 or 1 for an error, and the reply. On
+the connection that began a session, which carries no requests, the host sends the lease token of a claim, or the ticket
+of a put, that is to ask again.
 """
 
 from __future__ import annotations
@@ -45,46 +44,30 @@ _MOST_ARRAYS: Final = 512
 class Hello(msgspec.Struct, array_like=True):
     """The first message of a connection.
 
-    Attributes:
-        version: The version that the client speaks.
-        key: The key of the session that the connection belongs to. None: it begins a new one, and ends it when it
-            closes. The reply is then a `Welcome`, with the host's file descriptors.
-        token: The first half of the host's token, if it has one.
+    Without the key of a session, it begins one, and ends it when it closes. The reply is then a `Welcome`, with the
+    host's file descriptors.
     """
 
     version: int
     key: str | None = None
-    token: bytes = b""
+    token: bytes = b""  # the first half of the host's token, if it has one
 
 
 class Welcome(msgspec.Struct, array_like=True):
-    """The reply to the `Hello` that begins a session.
-
-    Attributes:
-        version: The version that the host speaks.
-        session: The number of the session at this host.
-        key: What further connections of the session show. No other host knows it, such as the next at this address.
-        token: The second half of the host's token: it is the one that the client means.
-        about: What the host says about itself; see `decode_about`.
-    """
+    """The reply to the `Hello` that begins a session."""
 
     version: int
-    session: int
-    key: str = ""
-    token: bytes = b""
-    about: msgspec.Raw = msgspec.Raw(b"\xc0")
+    session: int  # its number at this host
+    key: str = ""  # which no other host knows, such as the next at this address
+    token: bytes = b""  # the second half of the host's token: it is the one that the client means
+    about: msgspec.Raw = msgspec.Raw(b"\xc0")  # what the host says about itself; see `decode_about`
 
 
 class Request(msgspec.Struct, Generic[Reply], frozen=True, omit_defaults=True):
-    """A request that is not a command of the ledger.
+    """A request that is not a command of the ledger."""
 
-    Attributes:
-        answered: Whether it has a reply.
-        followed: Whether bytes follow it, so that a host which refuses it ends the connection.
-    """
-
-    answered: ClassVar[bool] = True
-    followed: ClassVar[bool] = False
+    answered: ClassVar[bool] = True  # whether it has a reply
+    followed: ClassVar[bool] = False  # whether bytes follow it, so that a host which refuses it ends the connection
 
     def check(self) -> None:
         """Raises `InvalidRequestError` if its parts do not fit together. Called for what came over a socket."""
@@ -107,8 +90,7 @@ class Release(Request[None], frozen=True):
 class Together(Request[list[bytes]], frozen=True):
     """Requests that are carried out one after the other, and none after one that is refused: its error is the reply.
 
-    Attributes:
-        requests: The requests, without their lengths. None of them is followed by bytes, in either direction.
+    They are without their lengths, and no bytes follow them or their replies.
     """
 
     requests: list[bytes]
@@ -149,11 +131,7 @@ _WING, _COMMANDS, _OWN = 0, 16, 128
 
 
 def encode(message: Any, first: bytes = b"") -> bytes:
-    """A message as it goes over a socket.
-
-    Raises:
-        InvalidRequestError: It holds what msgpack cannot carry, such as invalid Unicode, or is larger than 4 GiB.
-    """
+    """A message as it goes over a socket. Raises `InvalidRequestError` for invalid Unicode, or more than 4 GiB."""
     try:
         body = first + _encoder.encode(message)
         return len(body).to_bytes(4, "little") + body
@@ -185,11 +163,7 @@ class Messages:
         return encode(request, bytes((self._numbers[type(request)],)))
 
     def decode_request(self, message: bytes) -> Any:
-        """Reads a request.
-
-        Raises:
-            InvalidRequestError: It is no request, or its parts do not fit together.
-        """
+        """Reads a request. Raises `InvalidRequestError` if it is none, or its parts do not fit together."""
         try:
             request = self._requests[message[0]].decode(memoryview(message)[1:])
         except (*_UNREADABLE, KeyError) as error:
@@ -209,12 +183,7 @@ class Messages:
         return encode(_Failure(type(error).__name__, error.message, attributes), b"\1")
 
     def decode_reply(self, request: Request[Reply] | Command[Reply], message: bytes) -> Reply:
-        """Reads the reply to a request.
-
-        Raises:
-            BackendError: It is no reply to this request.
-            DataPlaneError: The reply is an error.
-        """
+        """Reads the reply to a request. Raises it if it is an error, and `BackendError` if it is no reply to this."""
         try:
             body = memoryview(message)[1:]
             if not message[0]:
@@ -246,17 +215,13 @@ class Messages:
 _OF_THE_WING: Final[tuple[type[Request[Any]], ...]] = (StopWaiting, Release, Together)
 
 
-def decode_welcome(message: bytes) -> Welcome:
-    """Reads the reply to the `Hello` that begins a session. Raises `BackendError` if it is none."""
-    return _decoded(message, Welcome)
-
-
 def decode_about(welcome: Welcome, form: type[_T]) -> _T:
-    """Reads what a host says about itself. Raises `BackendError` if it is something else."""
-    return _decoded(welcome.about, form)
+    """Reads what a host says about itself. Raises as `decode`."""
+    return decode(welcome.about, form)
 
 
-def _decoded(data: bytes | msgspec.Raw, form: type[_T]) -> _T:
+def decode(data: bytes | msgspec.Raw, form: type[_T]) -> _T:
+    """Reads what a host sent. Raises `BackendError` if it is something else."""
     try:
         return msgspec.msgpack.decode(data, type=form)
     except _UNREADABLE as cause:

@@ -1,8 +1,8 @@
 """`Server`: one thread that answers the clients of a `Host`, over a Unix socket or over TCP, also with TLS.
 
 A request whose client has hung up is not carried out: it was given up, and what the client does next, such as to abort
-a put or to end a pin, may have been read already. Over a Unix socket, that is so only if several connections have
-something to be read, or if the connection is new, and only then the server looks.
+a put or to end a pin, may have been read already. Over a Unix socket, the server looks for that only if several
+connections have something to be read, or if the connection is new.
 """
 
 from __future__ import annotations
@@ -98,16 +98,12 @@ class Transfer:
 class Host:
     """What a server serves. The server's thread calls it, one call after the other.
 
-    Attributes:
-        messages: The requests that it knows.
-        descriptors: The file descriptors that each client gets that connects over a Unix socket.
-        handlers: Type of a request -> its handler.
-        settle: Called before replies are sent, once for all requests that had arrived together. Must not raise. None:
-            they are sent at once.
+    ``settle`` is called before replies are sent, once for all requests that had arrived together. It must not raise.
+    Without it they are sent at once.
     """
 
     messages: Messages
-    descriptors: Sequence[int] = ()
+    descriptors: Sequence[int] = ()  # what each client gets that connects over a Unix socket
     handlers: ClassVar[Mapping[type[Any], Callable[[Any, Any, Any], Any]]] = {}
 
     def __init__(self, settle: Callable[[], object] | None = None) -> None:
@@ -138,13 +134,8 @@ class Host:
         return None
 
     def answer(self, request: Any, client: Client) -> Any:
-        """Answers a request or a command, by its handler. Must not block: it would delay every client.
-
-        It may return a `Transfer` in place of a reply.
-
-        Raises:
-            DataPlaneError: As the request says. The client raises it.
-        """
+        """The reply to a request or a command, or a `Transfer`, by its handler. Must not block all other clients. What
+        it raises, the client raises."""
         if isinstance(request, Together):
             return [self._answer_part(part, client) for part in request.requests]
         handler = self.handlers.get(type(request))
@@ -171,9 +162,7 @@ class Host:
 class LedgerHost(Host):
     """A host of a ledger. Clients that wait are woken, and a client that is gone keeps nobody waiting.
 
-    Args:
-        service: The ledger, with a clock.
-        settle: See `Host`: the ``commit_or_end`` of its log, if it has one.
+    If the ledger has a log, ``settle`` is the log's ``commit_or_end``.
     """
 
     messages = Messages()
@@ -235,10 +224,8 @@ def listen_at(path: Path) -> socket.socket:
 
 
 def listen_unseen() -> tuple[str, socket.socket]:
-    """A Unix socket without a file (Linux), for this user's processes in the same network namespace, and its name.
-
-    Nothing of it is left when the process ends. ``UnixAddress(name)`` reaches it.
-    """
+    """A Unix socket without a file (Linux), of which nothing is left when the process ends, and its name, for
+    `UnixAddress`. It reaches this user's processes in the same network namespace."""
     name = f"\0dataplane-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(name)
@@ -257,11 +244,7 @@ def new_token() -> bytes:
 
 
 def new_tls(ip: str) -> tuple[ssl.SSLContext, str]:
-    """What a server at this address needs for TLS, and the certificate that its clients must know.
-
-    Raises:
-        BackendUnavailableError: The package cryptography is not installed.
-    """
+    """What a server at this address needs for TLS, and the certificate that its clients must know."""
     certificate, key = _new_certificate(ip)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.NamedTemporaryFile("w") as file:
@@ -324,11 +307,11 @@ class _Connection:
 
 
 class Server:
-    """Answers the clients of a host, one request after the other.
+    """Answers the clients of a host, one request after the other. Over a Unix socket, it refuses those of other users.
 
     Args:
         host: The host.
-        *listeners: Where clients connect. Over a Unix socket, those of another user are refused.
+        *listeners: Where clients connect.
         token: What clients must know. Without one, everybody who can connect is served.
         tls: From `new_tls`: all that goes over TCP is encrypted. Then no host may answer with bytes beside messages.
     """

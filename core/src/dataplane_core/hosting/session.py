@@ -48,7 +48,7 @@ from dataplane_core.hosting.messages import (
     Welcome,
     advance,
     check_user,
-    decode_welcome,
+    decode,
     encode,
     next_arrays,
     set_tcp_options,
@@ -183,19 +183,8 @@ class Session:
     that is under way, so threads do not wait for each other. A socket whose request was interrupted is closed, which
     tells the host that nobody waits for the reply.
 
-    Args:
-        address: Where the host is.
-        messages: The requests that it knows.
-        deadline: On `time.monotonic`'s clock, in seconds.
-        failure: Makes the errors of its calls.
-        watch: Makes a watch of the host, for calls that wait long.
-
-    Attributes:
-        welcome: What the host says about itself.
-        descriptors: The file descriptors that it passed. They are the caller's.
-
-    Raises:
-        DataPlaneError: What ``failure`` makes.
+    ``failure`` makes the errors of its calls, and ``watch`` a watch of the host, for calls that wait long. The file
+    descriptors that the host passed are the caller's.
     """
 
     def __init__(
@@ -226,7 +215,7 @@ class Session:
         self._end.atexit = False  # threads may still write to shared memory; the kernel closes the sockets after them
         try:
             line = _Line(self._first, deadline, watch)
-            self.welcome: Welcome = decode_welcome(line.message(with_descriptors=True))
+            self.welcome = decode(line.message(with_descriptors=True), Welcome)
             self.descriptors = line.descriptors
             if not hmac.compare_digest(self.welcome.token, address.token[HALF_BYTES:]):
                 raise ConnectionAbortedError("the other side does not know the token")
@@ -254,7 +243,7 @@ class Session:
         sources: Sequence[Bytes] = (),
         receive: Callable[[Reply, Callable[[Bytes], None]], None] | None = None,
     ) -> Reply:
-        """Sends a request and returns the reply.
+        """Sends a request and returns the reply, or raises it if it is an error.
 
         Args:
             what: The operation, for messages.
@@ -267,8 +256,7 @@ class Session:
                 them. It takes all of them.
 
         Raises:
-            DataPlaneError: The reply is an error, or what ``failure`` makes.
-            OperationTimeoutError: No reply in time. It may have been carried out or not.
+            DataPlaneError: What ``failure`` makes. If there was no reply, it may have been carried out or not.
             ClientClosedError: The session was closed, or belongs to the process that this one is a fork of.
         """
         if wake is not None:
@@ -288,10 +276,7 @@ class Session:
         return self._messages.decode_reply(request, message) if receive is None else reply
 
     def call_all(self, what: str, deadline: float, requests: Sequence[Request[Any] | Command[Any]]) -> list[Any]:
-        """Sends requests that go together, and returns their replies. The host answers them one after the other.
-
-        If it refuses one, it does not carry out those after it. Raises as `call`, for the one that it refused.
-        """
+        """Sends requests that go together, see `Together`, and returns their replies. Raises as `call`."""
         packed = [self._messages.encode_request(request)[4:] for request in requests]
         replies = self.call(what, deadline, Together(packed))
         return [self._messages.decode_reply(request, reply) for request, reply in zip(requests, replies, strict=True)]
@@ -568,39 +553,28 @@ def _listen(first: socket.socket, waiting: dict[str, Callable[[], object]]) -> N
 
 
 class LedgerLink(ABC):
-    """A client's way to the process that hosts its ledger, and to the next one. Thread-safe.
+    """A client's way to the process that hosts its ledger, and to the next one. Thread-safe."""
 
-    Attributes:
-        host_knows: Requests that go on with what only one process may know. They are not repeated to the next one.
-        num_sessions: How often a host was found.
-    """
-
+    #: Requests that go on with what only one process may know. They are not repeated to the next one.
     host_knows: ClassVar[tuple[type[Any], ...]] = ()
 
     def __init__(self) -> None:
         self._session: Session | None = None
         self._lock = threading.RLock()  # which only the thread that holds it can release
         self._closed = False
-        self.num_sessions = 0
+        self.num_sessions = 0  # how often a host was found
 
     @abstractmethod
     def connect(self, deadline: float) -> Session:
-        """A session with the host of now. One thread at a time looks for it.
-
-        Raises:
-            HostGoneError: It ended meanwhile: look again.
-            DataPlaneError: There is none, or will be none.
-        """
+        """A session with the host of now. One thread at a time looks for it. `HostGoneError`: look again."""
 
     def call(
         self, deadline: float, request: Request[Reply] | Command[Reply], wake: Callable[[], object] | None = None
     ) -> Reply:
-        """As `Session.call`.
-
-        A request whose host is gone is repeated until the deadline: the ledger does nothing twice.
+        """As `Session.call`. If the host is gone, it is repeated until the deadline: the ledger does nothing twice.
 
         Raises:
-            HostGoneError: The host is gone, and the request was not repeated. It may have been done or not.
+            HostGoneError: The request was not repeated. It may have been done or not.
         """
         what = str(getattr(request, "op", type(request).__name__))
         while True:

@@ -123,14 +123,12 @@ def check_tag_filter(tag_filter: TagFilter | None) -> FullTagFilter | None:
 
 def matches(tags: Mapping[str, Any], tag_filter: Mapping[str, tuple[str, Any]] | None) -> bool:
     """Whether all conditions of a full-form filter hold. False if a tag is missing or its type cannot be compared."""
-    for name, (symbol, operand) in (tag_filter or {}).items():
-        if name not in tags:
-            return False
-        try:
-            if not _COMPARE[symbol](tags[name], operand):
+    try:
+        for name, (symbol, operand) in (tag_filter or {}).items():
+            if name not in tags or not _COMPARE[symbol](tags[name], operand):
                 return False
-        except TypeError:
-            return False
+    except TypeError:
+        return False
     return True
 
 

@@ -1,8 +1,13 @@
-"""`shard_meta_for_dp`: what travels with the rows, and the order back."""
+"""`shard_meta_for_dp`: what travels with the rows, and the order back; plans balanced by cost take no longer."""
 
 import copy
+import hashlib
+import json
+import math
 from functools import partial
+from itertools import chain, pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -10,7 +15,7 @@ from hypothesis import given, strategies as st
 from dataplane_core import shard_meta_for_dp
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
+from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, padded_length
 from dataplane_core.sharding import PACKERS
 
 KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
@@ -18,6 +23,28 @@ DYNAMIC = {"max_tokens_per_microbatch": 64, "sequence_length_round": 8, **KEYS}
 PACKED = {"max_tokens_per_microbatch": 64, "sequence_length_pad_multiple": 8, **KEYS}
 PACKED["algorithm"] = "modified_first_fit_decreasing"
 PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
+FLOPS = {"cost": "flops", "hidden_size": 16}
+
+
+def flops(length, width=16):
+    return length * (6 * width + length)
+
+
+#: Name -> what a row costs, and how it is said.
+COSTS = {
+    "flops": (flops, FLOPS),
+    "tokens": (float, float),
+    "none": (lambda _: 0,) * 2,
+    "falling": (lambda length: 64 - length,) * 2,
+}
+
+
+def dynamic(**changes):
+    return {"dynamic_batching_args": DYNAMIC | changes}
+
+
+def packed(**changes):
+    return {"sequence_packing_args": PACKED | changes}
 
 
 def meta_of(lengths, **extra_info):
@@ -41,13 +68,13 @@ def cases(draw):
     batch_size = ranks * draw(st.integers(5, 7))
     args = {"dp_world": ranks}
     if kind == "dynamic":
-        args["dynamic_batching_args"] = DYNAMIC | {"sequence_length_round": multiple}
+        args |= dynamic(sequence_length_round=multiple)
     elif kind in PACKERS:
         batch_size += draw(st.integers(0, ranks))  # bins are dealt, so this needs to be no multiple
         order = draw(st.sampled_from(["packer", "largest_first"]))
-        changes = {"algorithm": kind, "microbatch_order": order, "sequence_length_pad_multiple": multiple}
-        args["sequence_packing_args"] = PACKED | changes
+        args |= packed(algorithm=kind, microbatch_order=order, sequence_length_pad_multiple=multiple)
     args["batch_size"] = batch_size if chunks > 1 else draw(st.sampled_from([None, batch_size]))
+    args["balance"] = draw(st.sampled_from([None, *(balance for _, balance in COSTS.values())]))
     size = batch_size * chunks
     return draw(st.lists(st.integers(0, 64 if kind == "dynamic" else 16), min_size=size, max_size=size)), args
 
@@ -156,15 +183,123 @@ def test_a_plan_that_the_meta_carries_is_not_inherited_and_what_it_lacks_stays_l
     assert all((shard.tags, shard.lease_tokens, shard.fields) == (None, None, None) for shard in shards)
 
 
+# --- plans balanced by cost -------------------------------------------------------------------------------------------
+
+
+def rows_of(shards):
+    return [[int(sample_id[1:]) for sample_id in shard.sample_ids] for shard in shards]
+
+
+def bins_of(shards):
+    """The lengths of each bin, by chunk, microbatch and rank."""
+    by_rank = []
+    for shard in shards:
+        start, chunks = 0, []
+        for pairs, count in zip(*map(shard.extra_info.get, ("micro_batch_indices", "elem_counts_per_gb")), strict=True):
+            chunks.append([shard.sequence_lengths[start + begin : start + end] for begin, end in pairs])
+            start += count
+        by_rank.append(chunks)
+    return [list(zip(*ranks, strict=True)) for ranks in zip(*by_rank, strict=True)]
+
+
+def slowest(shards, cost):
+    """What a step takes if ranks wait for each other at each microbatch."""
+    return sum(max(sum(map(cost, rows)) for rows in ranks) for chunk in bins_of(shards) for ranks in chunk)
+
+
+@given(cases().filter(lambda case: "sequence_packing_args" in case[1]), st.sampled_from(list(COSTS.values())))
+def test_balanced_bins_are_as_many_and_take_no_longer(case, costs):
+    (lengths, args), (cost_of, balance) = case, costs
+    multiple = args["sequence_packing_args"]["sequence_length_pad_multiple"]
+    today, _ = shard_meta_for_dp(meta_of(lengths), **args | {"balance": None})
+    shards, order = shard_meta_for_dp(meta_of(lengths), **args | {"balance": balance})
+    assert [len(chunk) for chunk in bins_of(shards)] == [len(chunk) for chunk in bins_of(today)]
+    assert all(rows for chunk in bins_of(shards) for ranks in chunk for rows in ranks)
+
+    def cost(length):
+        return cost_of(padded_length(length, multiple))
+
+    assert slowest(shards, cost) <= slowest(today, cost) * (1 + 1e-12)
+    for chunk in bins_of(shards):
+        taken = [[sum(map(cost, rows)) for rows in ranks] for ranks in chunk]
+        assert all(min(before) >= max(after) for before, after in pairwise(taken)), "costly microbatches come first"
+    assert shard_meta_for_dp(meta_of(lengths), **args | {"balance": cost_of}) == (shards, order)
+
+
+@pytest.mark.parametrize(("median", "sigma", "longest"), [(1800, 0.8, 8192), (4096, 1.2, 32_768), (8192, 1.2, 65_536)])
+def test_ranks_that_wait_at_each_microbatch_lose_at_most_three_percent(median, sigma, longest):
+    wide, lost = partial(flops, width=4096), {1: [], 2: []}
+    for seed in range(3):
+        lengths = np.exp(np.random.RandomState(seed).normal(np.log(median), sigma, 512)).clip(4, longest)
+        meta = meta_of(lengths.astype(int).tolist())
+        for rows, ratios in lost.items():
+            args = packed(max_tokens_per_microbatch=rows * longest, sequence_length_pad_multiple=1)
+            shards, _ = shard_meta_for_dp(meta, dp_world=16, balance=FLOPS | {"hidden_size": 4096}, **args)
+            ratios.append(16 * slowest(shards, wide) / sum(map(wide, meta.sequence_lengths)))
+    assert max(lost[2]) < 1.015
+    assert np.mean(lost[1]) < 1.025, "the longest row can be a bin of its own"
+
+
+@given(st.integers(1, 5), st.lists(st.integers(0, 99), min_size=1, max_size=40))
+def test_equal_parts_keep_their_sizes_and_their_rows_the_order(ranks, lengths):
+    batch = BatchedDataDict(row=torch.arange(len(lengths)), input_lengths=torch.tensor(lengths))
+    parts = batch.shard_by_batch_size(ranks, allow_uneven_shards=True)
+    shards, order = batch.shard_by_batch_size(ranks, allow_uneven_shards=True, balance=FLOPS)
+    rows = [shard["row"].tolist() for shard in shards]
+    assert [len(part) for part in rows] == [part.size for part in parts]
+    assert rows == [sorted(part) for part in rows]
+    assert order == list(chain(*rows))
+    assert sorted(order) == list(range(len(lengths)))
+
+
+def test_without_the_option_plans_stay_as_they_were_bit_for_bit():
+    meta = meta_of(np.random.RandomState(0).randint(0, 65, 240).tolist())
+    packings = [packed(algorithm=name, sequence_length_pad_multiple=1) for name in PACKERS]
+    ways = ({}, dynamic(sequence_length_round=4), *packings)
+    plans = [shard_meta_for_dp(meta, dp_world=4, batch_size=80, **args)[0] for args in ways]
+    text = json.dumps([[(shard.sample_ids, shard.extra_info) for shard in shards] for shards in plans])
+    assert hashlib.sha256(text.encode()).hexdigest().startswith("6942aed338b58fd5")
+
+
+def test_balanced_plans_by_hand():
+    meta = meta_of([40, 3, 2, 7, 60, 5])  # dynamic batching: all ranks have the same padded shapes
+    same = [shard_meta_for_dp(meta, dp_world=2, **dynamic(), balance=balance) for balance in (None, FLOPS)]
+    assert same[0] == same[1]
+    # 64 + 16 + 1 and 49 + 25 + 4
+    twice = meta_of([8, 1, 7, 2, 4, 5] * 2)
+    shards, _ = shard_meta_for_dp(twice, dp_world=2, batch_size=6, balance=lambda length: length**2)
+    assert rows_of(shards) == [[0, 1, 4, 6, 7, 10], [2, 3, 5, 8, 9, 11]]
+    plain = packed(sequence_length_pad_multiple=1)
+    few, _ = shard_meta_for_dp(meta_of([64, 50, 8, 8]), dp_world=2, balance=FLOPS, **plain)
+    assert bins_of(few) == [[([64], [50]), ([8], [8])]], "each bin keeps a row"
+    lengths = [64, 40, 30, 30, 20, 20, 20, 10]
+    shards, _ = shard_meta_for_dp(meta_of(lengths), dp_world=2, balance=FLOPS, **plain)
+    # 64 costs more than 4 bins do on average: with it goes 40, filled up. The rest is spread by cost
+    assert bins_of(shards) == [[([64], [40, 20]), ([30, 20], [30, 20, 10])]]
+    assert slowest(shards, flops) == flops(64) + sum(map(flops, [30, 20, 10]))
+
+
+@pytest.mark.parametrize(
+    ("balance", "error", "said"),
+    [
+        ({"cost": "bytes", "hidden_size": 8}, ValueError, "balance: cost must be one of 'flops', got 'bytes'"),
+        ({"cost": "flops"}, ValueError, "keys are 'cost'. Expected 'cost' and 'hidden_size'"),
+        ({"cost": "flops", "hidden_size": 0}, ValueError, "hidden_size must be at least 1, got 0"),
+        ({"cost": "flops", "hidden_size": "8"}, TypeError, "hidden_size must be an int, got str"),
+        ("flops", TypeError, "balance must be a dict, got str"),
+        *(
+            (lambda length, value=value: value if length == 3 else 1, ValueError, r"gives .* for row 1 of 3 tokens")
+            for value in (-1, math.nan, math.inf, 10**400, None, "far", np.ones(2))
+        ),
+    ],
+)
+def test_what_is_no_cost_is_refused_by_name(balance, error, said):
+    for args in ({}, dynamic(), packed(sequence_length_pad_multiple=1)):
+        with pytest.raises(error, match=said):
+            shard_meta_for_dp(meta_of([4, 3, 2, 1]), dp_world=2, balance=balance, **args)
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
-
-
-def dynamic(**changes):
-    return {"dynamic_batching_args": DYNAMIC | changes}
-
-
-def packed(**changes):
-    return {"sequence_packing_args": PACKED | changes}
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,8 @@ class ExtentClient:
             bounds = [(offset, offset + extent_bytes(plan.wanted.layout.size_bytes)) for offset, plan in placed]
             # no later owner of the memory gives it to others meanwhile
             with self._uses.during(bounds, lambda: self.check(what)) if self._uses is not None else nullcontext():
-                copies = [copy for offset, plan in placed for copy in plan.copies_into(arena.bytes[offset:])]
+                chunks = [(offset + at, chunk) for offset, plan in placed for at, chunk in plan.chunks()]
+                copies = [(arena.bytes[start : start + len(chunk)], chunk) for start, chunk in chunks]
                 # the disk works while this process copies the rest and makes the digests
                 copy_arrays(copies, threads, copied=arena.begin_sync if self.syncs else None)
                 digests = [digest_of(arena.bytes[start:stop]) for start, stop in bounds] if self.syncs else None
@@ -236,7 +237,7 @@ class _Plan:
                 layout.add_dense(num_rows, step, length, DTYPE_CODES[column.dtype])
         self.wanted = Wanted(write_id, layout, num_rows)
 
-    def _chunks(self) -> list[tuple[int, Bytes]]:
+    def chunks(self) -> list[tuple[int, Bytes]]:
         """The bytes of the tables and columns, ascending: where each chunk begins in the extent, and the chunk."""
         from dataplane_core.codec.tensors import byte_array  # it imports torch
 
@@ -249,15 +250,11 @@ class _Plan:
             chunks.append((at.start, byte_array(values.contiguous())))
         return chunks
 
-    def copies_into(self, extent: Bytes) -> list[Copy]:
-        """The copies of all chunks into their extent, for `copy_arrays`. ``extent`` may be longer."""
-        return [(extent[start : start + len(chunk)], chunk) for start, chunk in self._chunks()]
-
     def whole(self) -> list[Bytes]:
         """The bytes of the extent, in arrays that follow one another."""
         arrays: list[Bytes] = []
         end = 0
-        for start, chunk in self._chunks():
+        for start, chunk in self.chunks():
             if start > end:
                 arrays.append(np.zeros(start - end, dtype=np.uint8))
             arrays.append(chunk)

@@ -261,7 +261,8 @@ class RowStoreBackend(LedgerBackend):
         try:
             rows = split_rows(found)
         except FrameError as error:
-            _add_place(error, located)
+            places = [(part.fields, row) for part in located.parts for row in part.rows]
+            error.add_place(*places[error.row or 0])
             raise
         columns: dict[str, list[Any]] = {name: [None] * num_samples for name in located.specs}
         start = 0
@@ -294,12 +295,6 @@ class RowStoreBackend(LedgerBackend):
 
     def delete_refs(self, refs: Sequence[Ref], deadline: float) -> None:
         self.delete_rows([write_id + position for write_id, position in refs], deadline)
-
-
-def _add_place(error: FrameError, located: Located) -> None:
-    """Adds the fields, and the row of the request, to the error for one of the rows that were located."""
-    places = [(part.fields, row) for part in located.parts for row in part.rows]
-    error.add_place(*places[error.row or 0])
 
 
 def framed_columns(columns: Mapping[str, WireColumn]) -> list[list[Any]]:

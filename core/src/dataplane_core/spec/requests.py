@@ -1,11 +1,9 @@
 """What the hooks are asked. Requests are mutable, so that middleware can change them.
 
-A request's docstring says what a backend does with it, and which errors it raises; what its values mean to a user is
-said by the method of `DataPlaneClient`. A request that is also a `Command` is sent to the ledger as it is.
-`dataplane_core.ledger.commands` has the others.
-
-Core checks before it calls a hook: sample ids are unique, non-empty strings; lists are not empty; tags are valid. A
-host that reads a request from a socket checks it by the same types, and then by its `Command.check`.
+A request's docstring says what a backend does with it; what its values mean to a user is said by the method of
+`DataPlaneClient`. A request that is also a `Command` is sent to the ledger as it is, and checked there by its types and
+`Command.check`. Core checks before it calls a hook: ids are unique, non-empty strings; lists are not empty; tags are
+valid.
 """
 
 from __future__ import annotations
@@ -70,17 +68,12 @@ def _host_name() -> str:
 
 
 class Command(Generic[Reply]):
-    """One operation of a ledger, which answers it with a ``Reply``.
-
-    Attributes:
-        op: Its name in messages.
-        reads: Whether it changes nothing. A log has no record of such a command.
-    """
+    """One operation of a ledger, which answers it with a ``Reply``."""
 
     __slots__ = ()
 
-    op: ClassVar[str]
-    reads: ClassVar[bool] = False
+    op: ClassVar[str]  # its name in messages
+    reads: ClassVar[bool] = False  # whether it changes nothing: a log has no record of it
 
     def check(self) -> None:
         """The rules that join several of its values: raises `InvalidRequestError` if they do not fit together."""
@@ -111,13 +104,9 @@ class PartitionRequest(Request):
 
 
 class OnceRequest(PartitionRequest, kw_only=True):
-    """A request that a ledger carries out once, and answers alike if it comes again since its reply was lost.
+    """A request that a ledger carries out once, and answers alike if it comes again since its reply was lost."""
 
-    Attributes:
-        left_s: For a ledger, which has another clock: seconds until the deadline. `LedgerBackend` sets it. The ledger
-            knows the request for a minute longer.
-    """
-
+    #: Seconds until the deadline, for the ledger, which has another clock, and knows the request for a minute longer.
     left_s: Seconds = 0.0
 
 
@@ -345,11 +334,7 @@ class RenewRequest(SettleRequest):
 
 
 class ConsumptionRequest(PartitionRequest, Command[bool]):
-    """Ask whether every task has been given all samples that the partition holds, and has acked the leased ones.
-
-    Answered from the store's own state. False for an unknown partition or task, and before ``num_samples`` distinct ids
-    were written; without ``num_samples``, while no sample is held.
-    """
+    """Ask what `DataPlaneClient.check_consumption_status` does."""
 
     op = "consumed"
     reads = True
@@ -369,11 +354,10 @@ class ClearRequest(IdentifiedRequest, Command[tuple[int, list[tuple[int, int]]]]
 
 
 class ListRequest(PartitionRequest, Command[SampleList]):
-    """List ids and tags.
+    """List ids and tags. With unique ``sample_ids``, only these, in this order, as far as they are there.
 
     Attributes:
         tag_filter: In full form, or None.
-        sample_ids: Unique ids: list only these, in this order, as far as they are there. None: all samples.
     """
 
     op = "list_samples"
@@ -407,11 +391,9 @@ class Question(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class InspectRequest(PartitionRequest, Command[PartitionDescription]):
-    """Count what a partition holds, and what its tasks were given.
+    """Count what a partition holds, and what its tasks were given; answer questions.
 
-    Attributes:
-        questions: What else to answer.
-        count_rows: Whether ``num_rows`` is needed. If not, it may be left out, if it costs a look at all samples.
+    Without ``count_rows``, ``num_rows`` may be left out, if it costs a look at all samples.
     """
 
     op = "inspect"
@@ -425,11 +407,7 @@ class InspectRequest(PartitionRequest, Command[PartitionDescription]):
 
 
 class FieldsRequest(PartitionRequest, Command[FieldList]):
-    """Ask which fields of samples are produced.
-
-    Raises:
-        MissingDataError: Names the first missing samples, and counts the rest.
-    """
+    """Ask which fields of samples are produced. Raises `MissingDataError` as `GetRequest`."""
 
     op = "list_fields"
     reads = True
@@ -437,11 +415,7 @@ class FieldsRequest(PartitionRequest, Command[FieldList]):
 
 
 class ExportRequest(PartitionRequest, Command[PartitionState]):
-    """Read what a partition knows besides its rows, to save it.
-
-    Attributes:
-        sample_ids: Read what it knows of these samples instead.
-    """
+    """Read what a partition knows besides its rows, to save it; or what it knows of these samples."""
 
     op = "export"
     reads = True
@@ -485,8 +459,7 @@ class AnnounceRequest(Request, Command[int]):
 class ListClientsRequest(Request, Command[list[ClientInfo]]):
     """List the clients that were announced and whose time is not over, in any order.
 
-    Attributes:
-        ended: Whether to list also those that closed, or were not heard of, in the last ten minutes.
+    With ``ended``, also those that closed, or were not heard of, in the last ten minutes.
     """
 
     op = "list_clients"

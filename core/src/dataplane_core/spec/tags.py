@@ -41,13 +41,7 @@ def check_text(what: str, text: str) -> None:
 
 
 def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list[dict[str, TagValue]]:
-    """Copies one dict of tags per sample.
-
-    Raises:
-        InvalidRequestError: There is not one dict per sample, or a string is not valid Unicode.
-        InvalidTypeError: It is no list of dicts, a name is not a string, or a value is not None, bool, int (64 bit),
-            float or str.
-    """
+    """Checks and copies one dict of tags per sample."""
     if isinstance(tags, Mapping | str) or not isinstance(tags, Sequence):
         raise InvalidTypeError(
             f"tags must be a list with one dict per sample, got {type(tags).__name__}.",
@@ -85,11 +79,7 @@ def check_tags(tags: Sequence[Mapping[str, TagValue]], num_samples: int) -> list
 
 
 def check_tag_filter(tag_filter: TagFilter | None) -> FullTagFilter | None:
-    """Brings a filter to its full form, ``{name: (operator, operand)}``.
-
-    Raises:
-        InvalidRequestError: Not a dict, an unknown operator, or an operand that no tag can be.
-    """
+    """Checks a filter, and brings it to its full form, ``{name: (operator, operand)}``."""
     if tag_filter is None:
         return None
     if not isinstance(tag_filter, Mapping):

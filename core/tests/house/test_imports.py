@@ -12,22 +12,12 @@ import pytest
 import dataplane_core
 
 SOURCE = Path(dataplane_core.__file__).parent
-FORBIDDEN = ("ray", "megatron", "torch.distributed", "transfer_queue", "redis", "mooncake")
-OURS = tuple(
-    f"dataplane_{name}"
-    for name in [
-        "observe",
-        "testkit",
-        "tools",
-        "compat",
-        "noop",
-        "recording",
-        "redis",
-        "shm",
-        "tq_simple",
-        "mooncake",
-        "integrations",
-    ]
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = [path.parent for path in [*ROOT.glob("plugins/*/src/*/__init__.py"), *ROOT.glob("*/src/*/__init__.py")]]
+PACKAGES.remove(SOURCE)
+FORBIDDEN = (
+    *("ray", "megatron", "torch.distributed", "transfer_queue", "redis", "mooncake"),
+    *(path.name for path in PACKAGES),
 )
 
 
@@ -75,7 +65,7 @@ def test_core_imports_no_backend_no_engine_and_no_trainer():
         f"{path.relative_to(SOURCE)}: {each.module}"
         for path in SOURCE.rglob("*.py")
         for each in imports_of(path)
-        if named(each.module, (*FORBIDDEN, *OURS)) or named(each.whole, (*FORBIDDEN, *OURS))
+        if named(each.module, FORBIDDEN) or named(each.whole, FORBIDDEN)
         if (path.name, each.whole, each.at_module_level) != ("batched_data_dict.py", "torch.distributed", False)
     }
     assert found == set()
@@ -90,7 +80,6 @@ WINGS = (
     *("codec", "ledger", "hosting", "log", "kept_extents", "backends", "saves", "middleware", "client"),
     *("connecting", "sharding", "batch", "cli"),
 )
-ROOT = Path(__file__).resolve().parents[3]
 #: Sources that stand outside of core, and see it as its users do.
 OUTSIDE = [
     path
@@ -155,8 +144,6 @@ def test_a_face_says_what_lives_in_the_wing_and_what_others_may_import(wing):
 
 # --- other packages ---------------------------------------------------------------------------------------------------
 
-PACKAGES = [path.parent for path in [*ROOT.glob("plugins/*/src/*/__init__.py"), *ROOT.glob("*/src/*/__init__.py")]]
-PACKAGES.remove(SOURCE)
 #: Who may import another package than core.
 ENTERED = {
     ("dataplane_mooncake", "dataplane_tq_simple"),
@@ -189,7 +176,6 @@ def test_packages_stand_alone_and_enter_rooms_by_their_faces():
 
 # --- torch's defaults -------------------------------------------------------------------------------------------------
 
-_ROOT = Path(__file__).parents[3]
 #: What makes a tensor on the default device, if no device is named.
 _MAKERS = {
     *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace"),
@@ -217,12 +203,12 @@ def test_every_new_tensor_names_its_device():
     files = [
         file
         for folder in ("core", "observe", "tools", "plugins", "integrations", "compat")
-        for file in (_ROOT / folder).rglob("src/**/*.py")
+        for file in (ROOT / folder).rglob("src/**/*.py")
     ]
     assert len(files) > 100
     candidates = re.compile(rf"\btorch[\w.]*\.({'|'.join(_MAKERS)})\(")
     found = [
-        f"{file.relative_to(_ROOT)}:{node.lineno}: {ast.unparse(node)} lacks {sorted(_lacking(node))}"
+        f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)} lacks {sorted(_lacking(node))}"
         for file in files
         if candidates.search(source := file.read_text())
         for node in ast.walk(ast.parse(source))

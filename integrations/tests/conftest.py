@@ -1,15 +1,12 @@
 """Process groups for the tests: real ranks over gloo, in processes that are reused from test to test."""
 
-import multiprocessing as mp
 import os
 import sys
 import tempfile
-import time
-import traceback
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from functools import partial
+from multiprocessing import forkserver
 
 import cloudpickle
 import pytest
@@ -18,52 +15,16 @@ import torch
 from dataplane_core import DataPlaneConfig, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict, write_columns
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS
-from dataplane_testkit import backend_of
+from dataplane_testkit._workers import Worker
 
 sys.path.insert(0, os.path.dirname(__file__))
 
-from layouts import ToyWorker
+from layouts import ToyWorker, join_and_run, leave, lose_payload
 
 # modules beside this file, which other processes cannot import: functions of theirs travel by value
 _HELPERS = ("bits", "layouts", "tiny_megatron")
-
-
-def _serve(pipe):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    while True:
-        try:
-            job = pipe.recv_bytes()
-        except (EOFError, ConnectionResetError):  # the test session is over
-            return
-        fn, args, rank, world, path, timeout_s = cloudpickle.loads(job)
-        try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(path, world),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=timeout_s),
-            )
-            answer = (True, fn(rank, *args))
-        except BaseException as error:
-            error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
-            answer = (False, error)
-        try:
-            pipe.send_bytes(cloudpickle.dumps(answer))
-        except Exception as error:
-            pipe.send_bytes(cloudpickle.dumps((False, RuntimeError(f"{answer!r} cannot be sent: {error!r}"))))
-        # not before the last rank is done: one may still be connecting to this one
-        with suppress(EOFError, ConnectionResetError):
-            pipe.recv_bytes()
-        with suppress(Exception):
-            dist.destroy_process_group()
 
 
 class Ranks:
@@ -73,50 +34,37 @@ class Ranks:
     """
 
     def __init__(self, imported):
-        self._context: Any = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(imported)
-        self._processes: list[tuple[Any, Connection]] = []
-
-    def _ensure(self, count):
-        self._processes = [(process, pipe) for process, pipe in self._processes if process.is_alive()]
-        while len(self._processes) < count:
-            here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
-            process.start()
-            there.close()
-            self._processes.append((process, here))
+        forkserver.set_forkserver_preload(imported)
+        forkserver.ensure_running()  # a `Worker` would begin it with other modules
+        self._workers: list[Worker] = []
 
     def outcomes(self, world, fn, *args, timeout_s=120.0):
-        """Per rank what ``fn(rank, *args)`` returned, or the exception that it raised (EOFError: the rank died)."""
+        """Per rank what ``fn(rank, *args)`` returned, or what it raised (AssertionError: the rank died)."""
         for name in {fn.__module__, *_HELPERS} & sys.modules.keys():
             cloudpickle.register_pickle_by_value(sys.modules[name])
-        self._ensure(world)
+        self._workers = [worker for worker in self._workers if worker.alive]
+        while len(self._workers) < world:
+            self._workers.append(Worker(nullcontext))
+            self._workers[-1].wait_ready()
+        workers = self._workers[:world]
         with tempfile.TemporaryDirectory() as folder:
-            pipes = [pipe for _, pipe in self._processes[:world]]
-            for rank, pipe in enumerate(pipes):
-                job = (fn, args, rank, world, os.path.join(folder, "store"), timeout_s)
-                pipe.send_bytes(cloudpickle.dumps(job))
-            answers = {}
-            while len(answers) < world:
-                ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in answers], timeout=timeout_s + 10)
-                if not ready:
-                    late = sorted(set(range(world)) - set(answers))
-                    self.close()
-                    raise AssertionError(f"ranks {late} did not answer; the others: {answers}")
-                for pipe in ready:
-                    rank = pipes.index(pipe)
-                    try:
-                        answers[rank] = cloudpickle.loads(pipe.recv_bytes())[1]
-                    except (EOFError, ConnectionResetError) as error:
-                        self._processes[rank][0].join(10)
-                        answers[rank] = error
-                    except Exception:  # an answer that cannot be read here; those of the others would be left over
-                        self.close()
-                        raise
-            for pipe in pipes:
-                with suppress(OSError):
-                    pipe.send_bytes(b"all are done")
-        return [answers[rank] for rank in range(world)]
+            for rank, worker in enumerate(workers):
+                group = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=timeout_s)}
+                worker.start(join_and_run, os.path.join(folder, "store"), group, cloudpickle.dumps((fn, args)))
+            answers = [self._answer(worker, timeout_s + 10) for worker in workers]
+            for worker in workers:  # not before the last one is done: it may still be connecting to another
+                if worker.alive:
+                    worker.run(leave)
+        return answers
+
+    def _answer(self, worker, within_s):
+        try:
+            return cloudpickle.loads(worker.result(within_s))
+        except AssertionError as error:
+            if worker.alive:  # it hangs
+                self.close()
+                raise
+            return error
 
     def __call__(self, world, fn, *args, timeout_s=120.0):
         """Per rank what ``fn(rank, *args)`` returned; raises the first exception."""
@@ -127,13 +75,9 @@ class Ranks:
         return outcomes
 
     def close(self):
-        for process, pipe in self._processes:
-            pipe.close()
-            process.join(0.5)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._processes = []
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
 
 
 @pytest.fixture(scope="session")
@@ -177,14 +121,8 @@ def worker(client):
 
 @pytest.fixture
 def lose(client):
-    """``lose(partition_id, sample_id, field)`` deletes a payload behind the ledger's back, as a dead engine does."""
-
-    def delete(partition_id, sample_id, field):
-        deadline = time.monotonic() + 60
-        located = backend_of(client).call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
-        backend_of(client).delete_refs(located.refs, deadline)
-
-    return delete
+    """``lose(partition_id, sample_id, field)``: see `lose_payload`."""
+    return partial(lose_payload, client)
 
 
 @pytest.fixture

@@ -1,13 +1,22 @@
 """Workers without a model, in this process or on real ranks, and what calls raised. Tests send it there by value."""
 
+import os
+import time
+import traceback
+from contextlib import suppress
+
+import cloudpickle
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataplane_core import DataPlaneConfig, connect
 from dataplane_core.batch import BatchedDataDict
+from dataplane_core.ledger import commands
 from dataplane_core.middleware import Metrics
 from dataplane_integrations import DataPlaneWorkerMixin
 from dataplane_integrations.trainer.fsdp2 import FSDP2DataPlaneMixin
+from dataplane_testkit import backend_of
 
 
 class ToyWorker(DataPlaneWorkerMixin):
@@ -76,6 +85,18 @@ def told(call):
     return "", "", ""
 
 
+def calls(metrics, operation):
+    """How often a client made it."""
+    return metrics.snapshot()["operations"].get(operation, {"calls": 0})["calls"]
+
+
+def lose_payload(client, partition_id, sample_id, field):
+    """Deletes a payload behind the ledger's back, as a dead engine does."""
+    deadline = time.monotonic() + 60
+    located = backend_of(client).call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
+    backend_of(client).delete_refs(located.refs, deadline)
+
+
 def worker_of_rank(shape, columns, lengths):
     """A worker whose process has a store of its own with the same rows as the others': what counts is who asks it."""
     metrics = Metrics()
@@ -87,3 +108,29 @@ def worker_of_rank(shape, columns, lengths):
     worker.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
     worker.setup_data_plane(client)
     return worker, metrics, meta
+
+
+# --- a rank, in the process of a `Worker` -----------------------------------------------------------------------------
+
+
+def join_and_run(_, store, group, job):
+    """Joins a process group, and calls the function of a job. Returns what it returned, or its error."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, group["world_size"]), **group)
+        fn, args = cloudpickle.loads(job)
+        answer = fn(group["rank"], *args)
+    except BaseException as error:
+        error.add_note(f"on rank {group['rank']}:\n{traceback.format_exc()}")
+        answer = error
+    try:
+        return cloudpickle.dumps(answer)
+    except Exception as error:
+        return cloudpickle.dumps(RuntimeError(f"{answer!r} cannot be sent: {error!r}"))
+
+
+def leave(_):
+    """Leaves the process group."""
+    with suppress(Exception):
+        dist.destroy_process_group()

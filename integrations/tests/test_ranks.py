@@ -2,7 +2,7 @@
 
 import torch
 from bits import bits
-from layouts import told, worker_of_rank
+from layouts import calls, told, worker_of_rank
 
 from dataplane_core.batch import stack_or_nest
 
@@ -13,14 +13,11 @@ def test_one_rank_fetches_and_writes_for_its_replica_group_and_its_failure_reach
     def run(rank):
         worker, metrics, meta = worker_of_rank((1, 1, 2), columns, [3, 1])
 
-        def calls(operation):
-            return metrics.snapshot()["operations"].get(operation, {"calls": 0})["calls"]
-
         fetched = worker._fetch(meta)
         worker.get_logprobs_presharded(meta)
-        counted = calls("get_samples"), calls("put_samples")
+        counted = calls(metrics, "get_samples"), calls(metrics, "put_samples")
         alone = worker._fetch(meta, fetch_policy="independent")
-        counted += (calls("get_samples") - counted[0],)
+        counted += (calls(metrics, "get_samples") - counted[0],)
         assert bits(alone) == bits(fetched)
         failure = told(lambda: worker._fetch(meta.with_fields(["nobody_wrote_this"])))
         return worker._is_replica_leader(), *counted, bits(fetched), failure

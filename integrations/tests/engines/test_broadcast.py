@@ -195,7 +195,7 @@ def test_siblings_raise_with_the_leaders_error_as_cause_and_the_group_works_on(r
 
 def test_siblings_of_a_leader_that_dies_raise_instead_of_hanging(ranks):
     leader, sibling = ranks.outcomes(2, lambda _: told(lambda: send(lambda: os._exit(1))))
-    assert isinstance(leader, (EOFError, ConnectionResetError))
+    assert "the worker process died" in str(leader)
     assert sibling[0] == "ReplicaLeaderError"
     assert "its replica group broke" in sibling[2]
 

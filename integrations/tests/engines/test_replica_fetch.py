@@ -1,16 +1,13 @@
 """One fetch per replica group and one writer per key, counted at the store."""
 
 import threading
-import time
 
 import pytest
 import torch
-from layouts import told, worker_of_rank
+from layouts import calls, lose_payload, told, worker_of_rank
 
 from dataplane_core.batch import BatchedDataDict, stack_or_nest
-from dataplane_core.ledger import commands
 from dataplane_integrations.trainer.worker import HELD_ROWS
-from dataplane_testkit import backend_of
 
 TOKENS = [[1, 2], [3, 4]]
 
@@ -19,21 +16,15 @@ def _prepared(shape):
     return worker_of_rank(shape, {"input_ids": torch.tensor(TOKENS)}, [2, 2])
 
 
-def _calls(metrics, operation):
-    return metrics.snapshot()["operations"].get(operation, {"calls": 0})["calls"]
-
-
 def test_rows_that_are_read_before_the_call_are_read_once_and_all_ranks_hear_of_lost_ones(ranks):
     def run(rank):
         worker, metrics, meta = _prepared((2, 1, 2))
         meta.extra_info[HELD_ROWS] = "first"
         found = [worker.hold_presharded(meta)]
         worker.get_logprobs_presharded(meta)
-        reads = _calls(metrics, "get_samples")
+        reads = calls(metrics, "get_samples")
         if worker._is_replica_leader() and worker._local_coords()["data_parallel"] == 1:
-            backend, deadline = backend_of(worker._dp_client), time.monotonic() + 60
-            lost = backend.call_ledger(deadline, commands.Locate("train", ["p1_g0"], ["input_ids"]))
-            backend.delete_refs(lost.refs, deadline)
+            lose_payload(worker._dp_client, "train", "p1_g0", "input_ids")
         found.append(worker.hold_presharded(meta))
         return worker._local_coords()["data_parallel"], worker._is_replica_leader(), found, reads
 
@@ -54,7 +45,7 @@ def test_every_rank_preprocesses_what_the_leader_read(ranks):
             return batch
 
         batch = worker._fetch(meta, preprocess=preprocess)
-        return runs, batch["doubled"].tolist(), batch.micro_batch_indices, _calls(metrics, "get_samples")
+        return runs, batch["doubled"].tolist(), batch.micro_batch_indices, calls(metrics, "get_samples")
 
     assert ranks(2, run) == [([(True, rank)], [[2, 4], [6, 8]], [[[0, 2]]], 1 - rank) for rank in range(2)]
 

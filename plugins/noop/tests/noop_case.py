@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from stored_cells import cell_of
+
 from dataplane_core.ledger import commands
 from dataplane_core.spec import Ragged
 from dataplane_noop import NoopBackend
@@ -20,10 +22,7 @@ class NoopCase(AuthorsClass):
     def raw_get(self, backend, partition_id, sample_id, field):
         assert isinstance(backend, NoopBackend)
         (part,) = backend._service.call(commands.Locate(partition_id, [sample_id], [field])).parts
-        column, row = backend._segments[part.write_id]._columns[field], part.positions[0]
-        if isinstance(column, Ragged):
-            return column.values[column.offsets[row] : column.offsets[row + 1]]
-        return column[row]
+        return cell_of(backend._segments[part.write_id]._columns[field], part.positions[0])
 
     def held_bytes(self, backend):
         assert isinstance(backend, NoopBackend)

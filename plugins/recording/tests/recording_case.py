@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
+from stored_cells import StoresRows
 
 from dataplane_core import connect
-from dataplane_core.codec import split_rows
-from dataplane_core.ledger import commands
-from dataplane_testkit import AuthorsClass
 
 
-class RecordingCase(AuthorsClass):
+class RecordingCase(StoresRows):
     backend = "recording"
 
     @pytest.fixture(scope="class")
@@ -26,7 +22,3 @@ class RecordingCase(AuthorsClass):
     @pytest.fixture
     def options(self, recording):
         return {"folder": str(recording), "other_partitions": "serve"}
-
-    def raw_get(self, backend, partition_id, sample_id, field):
-        (part,) = backend.call_ledger(time.monotonic() + 60, commands.Locate(partition_id, [sample_id], [field])).parts
-        return split_rows([backend._rows[part.write_id + part.positions[0]]])[0][part.slots[0]]

@@ -7,18 +7,16 @@ import uuid
 from typing import ClassVar
 
 import pytest
+from stored_cells import StoresRows
 
-from dataplane_core.codec import split_rows
-from dataplane_core.ledger import commands
 from dataplane_redis import RedisBackend
-from dataplane_testkit import AuthorsClass
 
 
 def _soon():
     return time.monotonic() + 60
 
 
-class RedisCase(AuthorsClass):
+class RedisCase(StoresRows):
     backend = "redis_store"
     backend_class = RedisBackend
     most_copies: ClassVar = {
@@ -36,11 +34,6 @@ class RedisCase(AuthorsClass):
 
     def conflicting_options(self, options):
         return {**options, "capacity_bytes": 1 << 30}
-
-    def raw_get(self, backend, partition_id, sample_id, field):
-        (part,) = backend.call_ledger(_soon(), commands.Locate(partition_id, [sample_id], [field])).parts
-        (cells,) = split_rows(backend.get_rows([part.write_id + part.positions[0]], _soon()))
-        return bytes(cells[part.slots[0]])
 
     def nodes(self, backend):
         """Functions that ask each server that holds rows."""

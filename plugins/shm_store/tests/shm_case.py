@@ -4,9 +4,9 @@ import time
 import uuid
 
 import pytest
+from stored_cells import cell_of
 
 from dataplane_core.ledger import commands
-from dataplane_core.spec import Ragged
 from dataplane_shm import ShmBackend
 from dataplane_testkit import AuthorsClass
 
@@ -32,10 +32,7 @@ class ShmCase(AuthorsClass):
         deadline = time.monotonic() + 30
         located = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
         (part,) = backend._extents.get(located.parts, located.specs, deadline)
-        column, row = part.columns[field], part.rows[0]
-        if isinstance(column, Ragged):
-            return column.values[column.offsets[row] : column.offsets[row + 1]].clone()
-        return column[row].clone()
+        return cell_of(part.columns[field], part.rows[0]).clone()
 
 
 def rows_found(arena, parts, places, num_rows):

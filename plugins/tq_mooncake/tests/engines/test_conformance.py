@@ -1,13 +1,11 @@
 """tq_mooncake against the contract, on a real Ray and a real master."""
 
-import time
 import urllib.request
 
 import psutil
 import pytest
+from stored_cells import StoresRows
 
-from dataplane_core.codec import split_rows
-from dataplane_core.ledger import commands
 from dataplane_mooncake import TQMooncakeBackend
 from dataplane_testkit import AuthorsClass, BackendConformance, Settings, run_chaos
 
@@ -18,21 +16,13 @@ def options_of(instance, ray_address):
     return {"instance": instance, "ray_address": ray_address, "master_start_s": 85, **sizes}
 
 
-class TestTQMooncake(BackendConformance):
+class TestTQMooncake(StoresRows, BackendConformance):
     backend = "tq_mooncake"
     backend_class = TQMooncakeBackend
 
     @pytest.fixture
     def options(self, ray_address):
         return options_of("conformance", ray_address)
-
-    def raw_get(self, backend, partition_id, sample_id, field):
-        """The frame, straight from Mooncake."""
-        deadline = time.monotonic() + 10
-        (part,) = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
-        handle = part.write_id + part.positions[0]
-        ((*frames,),) = split_rows(backend.get_rows([handle], deadline=deadline))
-        return bytes(frames[part.slots[0]])
 
     def held_bytes(self, backend):
         """What the master says is allocated in the segments."""

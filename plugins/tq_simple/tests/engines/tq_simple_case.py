@@ -3,10 +3,10 @@
 import time
 
 import pytest
+from stored_cells import cell_of
 
 from dataplane_core.hosting import Memory
 from dataplane_core.ledger import commands
-from dataplane_core.spec import Ragged
 from dataplane_testkit import AuthorsClass
 from dataplane_tq_simple import TQSimpleBackend
 
@@ -25,10 +25,7 @@ class TQSimpleCase(AuthorsClass):
         located = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
         (unit, (read,)), *_ = units_of(backend, located, deadline)
         (part,) = unit.get([read], located.specs, deadline)
-        column, row = part.columns[field], part.rows[0]
-        if isinstance(column, Ragged):
-            return column.values[column.offsets[row] : column.offsets[row + 1]].clone()
-        return column[row].clone()
+        return cell_of(part.columns[field], part.rows[0]).clone()
 
     def held_bytes(self, backend):
         """The rows in the memory of the storage units, as the units count them."""

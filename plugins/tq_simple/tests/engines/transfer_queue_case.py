@@ -8,13 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from stored_cells import StoresRows
 
 from dataplane_core import connect
 from dataplane_core.backends import Level, RefsGoneError
-from dataplane_core.codec import split_rows
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_core.ledger import commands
-from dataplane_testkit import AuthorsClass
 from dataplane_tq_simple._transfer_queue import TransferQueueBackend
 from dataplane_tq_simple.config import TQSimpleConfig
 
@@ -52,20 +50,13 @@ def holds(ray_address):
         yield ask
 
 
-class TransferQueueCase(AuthorsClass):
+class TransferQueueCase(StoresRows):
     backend = "tq_simple"
     backend_class = TransferQueueBackend
 
     @pytest.fixture
     def options(self, ray_address, holds):
         return config_of("conformance", ray_address)["options"]
-
-    def raw_get(self, backend, partition_id, sample_id, field):
-        """The frame, straight from TransferQueue."""
-        deadline = time.monotonic() + 30
-        (part,) = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field])).parts
-        ((*frames,),) = split_rows(backend.get_rows([part.write_id + part.positions[0]], deadline))
-        return bytes(frames[part.slots[0]])
 
     def held_bytes(self, backend):
         """What TransferQueue holds in the instance's partition."""

@@ -44,14 +44,14 @@ def _starting():
 
 @pytest.fixture
 def start_server():
-    """Starts servers with further settings."""
+    """Starts servers with further settings; with ``sentinel=True``, sentinels that watch nothing yet."""
     with _starting() as start:
         yield start
 
 
-def _cluster(start, num_replicas=0, settings=()):
+def _cluster(start, num_replicas=0):
     """Three primaries, each with a third of the slots; then the replicas of the first ones."""
-    nodes = [start(*settings, cluster=True) for _ in range(3 + num_replicas)]
+    nodes = [start(cluster=True) for _ in range(3 + num_replicas)]
     third = 16384 // 3 + 1
     for number, node in enumerate(nodes):
         if number < 3:
@@ -99,13 +99,6 @@ def start_cluster(start_server):
 def cluster(start_servers):
     """Three primaries for a module."""
     return _cluster(start_servers)
-
-
-@pytest.fixture
-def start_sentinel():
-    """Starts sentinels that watch nothing yet."""
-    with _starting() as start:
-        yield functools.partial(start, sentinel=True)
 
 
 @pytest.fixture(scope="module")

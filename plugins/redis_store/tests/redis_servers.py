@@ -127,7 +127,7 @@ class Server:
         """What the server says of itself, past the backend."""
         return self.admin("INFO", section)
 
-    def num_calls(self, command="evalsha"):
+    def num_calls(self, command):
         """How often a command was called."""
         return self.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0)
 

@@ -3,17 +3,17 @@
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import redis
 import torch
+from doctors import findings
 from redis_servers import Ended, free_port, wait_until
 
 from dataplane_core.backends import Level
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_redis import RedisBackend, RedisConfig
+from dataplane_redis import RedisBackend
 
 _PASSWORD = "s3cret-of-the-test"
 #: What a message says of a certificate that we do not trust.
@@ -21,10 +21,10 @@ _REFUSED = r"certificate that was shown for .* is refused: .* connecting to .*CE
 _README = Path(__file__).parents[2] / "README.md"
 
 
-def documented_user(namespace):
-    """The words of the command in the README that makes the user, for this namespace."""
+def documented_user():
+    """The words of the command in the README that makes the user, for the namespace "mine"."""
     (found,) = re.findall(r"ACL SETUSER dataplane [^`]*", _README.read_text(encoding="utf-8"))
-    return found.replace("\\\n", " ").replace("PASSWORD", _PASSWORD).replace("NAMESPACE", namespace).split()
+    return found.replace("\\\n", " ").replace("PASSWORD", _PASSWORD).replace("NAMESPACE", "mine").split()
 
 
 def refused(server):
@@ -35,7 +35,7 @@ def refused(server):
 def test_the_documented_user_of_a_cluster_can_do_everything(cluster, connect, every_operation):
     (more,) = re.findall(r"In a Redis Cluster, [^`]*`([^`]*)`", _README.read_text(encoding="utf-8"))
     for node in cluster:
-        node.admin(*documented_user("mine"), *more.split())
+        node.admin(*documented_user(), *more.split())
         node.admin("ACL", "LOG", "RESET")
     every_operation(connect(url=f"redis://dataplane:{_PASSWORD}@127.0.0.1:{cluster[0].port}/0", namespace="mine"))
     assert not [each for node in cluster for each in refused(node)]
@@ -43,7 +43,7 @@ def test_the_documented_user_of_a_cluster_can_do_everything(cluster, connect, ev
 
 def test_the_documented_user_can_do_everything_and_nothing_else(start_server, connect, every_operation, hurries):
     server = start_server()
-    words = documented_user("mine")
+    words = documented_user()
     server.admin(*words)
     server.admin("ACL", "LOG", "RESET")
     url = f"redis://dataplane:{_PASSWORD}@127.0.0.1:{server.port}/1"
@@ -53,8 +53,7 @@ def test_the_documented_user_can_do_everything_and_nothing_else(start_server, co
     waiting = connect(url=url, namespace="mine", bootstrap=False, wait_replicas=1)
     with hurries(1.0), pytest.raises(TimeoutError, match="0 replicas"):
         waiting.put_samples(["a"], "p", {"x": torch.ones(1)})
-    findings = RedisBackend.diagnose(RedisConfig(url=url, namespace="mine"), deadline=time.monotonic() + 20)
-    assert Level.ERROR not in [each.level for each in findings]
+    assert findings(RedisBackend, Level.ERROR, url=url, namespace="mine") == []
     assert not refused(server)
     used = {name.removeprefix("cmdstat_") for name in server.info("commandstats")}
     assert {word[1:] for word in words if word.startswith("+")} <= used, "granted, and not used"
@@ -113,14 +112,14 @@ def tls_settings(folder, port, name="server"):
     return ["--tls-port", str(port), *words, "--tls-auth-clients", "yes"]
 
 
-def start_with_tls(start, folder, name="server", more=()):
+def start_with_tls(start, folder, name="server", more=(), **options):
     """A server, or a sentinel, and its port for TLS."""
     port = free_port()
     try:
-        return start(*tls_settings(folder, port, name), *more), port
+        return start(*tls_settings(folder, port, name), *more, **options), port
     except Ended:  # another process took the port meanwhile
         port = free_port()
-        return start(*tls_settings(folder, port, name), *more), port
+        return start(*tls_settings(folder, port, name), *more, **options), port
 
 
 def parameters(folder, authority="ca"):
@@ -130,7 +129,7 @@ def parameters(folder, authority="ca"):
 
 def test_tls_with_certificates_and_a_user(start_server, connect, every_operation, certificates):
     server, port = start_with_tls(start_server, certificates)
-    server.admin(*documented_user("mine"))
+    server.admin(*documented_user())
     user, place, asked = f"dataplane:{_PASSWORD}", f"localhost:{port}", parameters(certificates)
     client = connect(url=f"rediss://{user}@{place}?{asked}", namespace="mine")
     every_operation(client)
@@ -149,11 +148,11 @@ def test_tls_with_certificates_and_a_user(start_server, connect, every_operation
         assert caught.value.retryable != (reason in (_REFUSED, "password", "Authentication"))
 
 
-def test_a_service_with_tls_and_users(start_server, start_sentinel, connect, certificates):
+def test_a_service_with_tls_and_users(start_server, connect, certificates):
     server, port = start_with_tls(start_server, certificates, "host")
-    server.admin(*documented_user("mine"))
+    server.admin(*documented_user())
     more = ("--tls-replication", "yes")
-    sentinel, sentinel_port = start_with_tls(start_sentinel, certificates, "host", more)
+    sentinel, sentinel_port = start_with_tls(start_server, certificates, "host", more, sentinel=True)
     sentinel.admin("ACL", "SETUSER", "asker", "on", ">asked", "-@all", "+sentinel|masters")
     sentinel.admin("SENTINEL MONITOR", "plane", "127.0.0.1", port, 1)
     wait_until(lambda: sentinel.admin("SENTINEL MASTER", "plane")["flags"] == "master")

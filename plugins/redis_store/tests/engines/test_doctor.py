@@ -2,24 +2,19 @@
 
 import json
 import shutil
-import time
+from functools import partial
 
 import pytest
+from doctors import findings as findings_of
 from redis_servers import wait_until
 
 from dataplane_core.backends import Level
 from dataplane_core.cli import main
 from dataplane_core.errors import ConfigError
 from dataplane_redis import RedisBackend
-from dataplane_redis.config import RedisConfig
 
 _SECRET = "hunter2-of-the-doctor"
-
-
-def findings(level, **options):
-    """The findings of a level: what and hint of each."""
-    found = RedisBackend.diagnose(RedisConfig(**options), deadline=time.monotonic() + 20)
-    return [(each.what, each.hint) for each in found if each.level is level]
+findings = partial(findings_of, RedisBackend)
 
 
 @pytest.fixture
@@ -129,8 +124,8 @@ def test_the_command_tells_a_wrong_password_without_printing_it(start_server, tm
     assert _SECRET not in printed.out + printed.err
 
 
-def test_a_sentinel_that_wants_a_password_is_an_error_that_names_the_options(plain, start_sentinel):
-    sentinel = start_sentinel()
+def test_a_sentinel_that_wants_a_password_is_an_error_that_names_the_options(plain, start_server):
+    sentinel = start_server(sentinel=True)
     sentinel.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", plain.port, 1)
     sentinel.admin("ACL", "SETUSER", "asker", "on", ">asked", "-@all")
     sentinel.admin("ACL", "SETUSER", "default", "resetpass", ">another")

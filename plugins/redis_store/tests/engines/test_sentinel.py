@@ -6,13 +6,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from doctors import findings
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 from redis_servers import LARGE, SMALL, columns, wait_until
 
 from dataplane_core.backends import Level
 from dataplane_core.errors import BackendUnavailableError, LostSamplesError, OperationTimeoutError
-from dataplane_redis import RedisBackend, RedisConfig, _sentinel
+from dataplane_redis import RedisBackend, _sentinel
 from dataplane_redis._link import Link
 from dataplane_redis._sentinel import Service
 from dataplane_testkit.chaos.worker import STEPS
@@ -21,10 +22,10 @@ from dataplane_testkit.chaos.worker import STEPS
 class Plane:
     """A primary with two replicas, and three sentinels that watch it as the service "plane"."""
 
-    def __init__(self, start_server, start_sentinel, *settings):
-        self.primary = start_server(*settings)
-        self.replicas = [start_server(*settings).follow(self.primary) for _ in range(2)]
-        self.sentinels = [start_sentinel() for _ in range(3)]
+    def __init__(self, start_server):
+        self.primary = start_server()
+        self.replicas = [start_server().follow(self.primary) for _ in range(2)]
+        self.sentinels = [start_server(sentinel=True) for _ in range(3)]
         for sentinel in self.sentinels:
             # how often it asks and tells, in milliseconds; else as long as down-after-milliseconds, or for seconds
             periods = {"info-period": 200, "publish-period": 200, "ask-period": 200, "min-link-reconnect-period": 200}
@@ -90,8 +91,8 @@ def sentinels_have_time(monkeypatch):
 
 
 @pytest.fixture
-def plane(start_server, start_sentinel):
-    made = Plane(start_server, start_sentinel)
+def plane(start_server):
+    made = Plane(start_server)
     wait_until(made.knows_all)
     return made
 
@@ -170,10 +171,8 @@ def test_what_a_replaced_primary_took_is_not_lost_to_the_ledger(plane, chaos):
     assert {finding.rule for finding in verdict.findings} <= {"lost", "leaked"}, verdict
 
 
-def test_a_sentinel_that_has_not_heard_of_a_failover_is_not_believed(
-    plane, start_server, start_sentinel, sentinels_have_time
-):
-    old, behind = start_server(), start_sentinel()
+def test_a_sentinel_that_has_not_heard_of_a_failover_is_not_believed(plane, start_server, sentinels_have_time):
+    old, behind = start_server(), start_server(sentinel=True)
     behind.admin("SENTINEL", "MONITOR", "plane", "127.0.0.1", old.port, 1)
     service = Service.of(plane.url)
 
@@ -195,15 +194,9 @@ def test_a_service_that_the_sentinels_do_not_know_is_refused_at_once(plane, conn
         connect(url=plane.url.replace("/plane", "/other"))
     assert not caught.value.retryable
 
-    def found(level, url):
-        config = RedisConfig(url=url, namespace="doctor")
-        return [
-            each.what for each in RedisBackend.diagnose(config, deadline=time.monotonic() + 20) if each.level is level
-        ]
-
-    assert "3 of 3 sentinels answer and watch 'plane'." in found(Level.OK, plane.url)
+    assert "3 of 3 sentinels answer and watch 'plane'." in dict(findings(RedisBackend, Level.OK, url=plane.url))
     plane.sentinels[0].kill()
-    assert "2 of 3 sentinels answer and watch 'plane'." in found(Level.WARNING, plane.url)
+    assert "2 of 3 sentinels answer and watch 'plane'." in dict(findings(RedisBackend, Level.WARNING, url=plane.url))
     round_trip = connect(url=plane.url)  # any sentinel will do
     round_trip.register_partition("p", ["x"], None, ["train"])
 

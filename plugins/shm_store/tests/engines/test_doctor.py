@@ -9,10 +9,12 @@ import tempfile
 import time
 import uuid
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from doctors import findings as findings_of
 
 from dataplane_core import connect
 from dataplane_core.backends import Level
@@ -26,6 +28,7 @@ from dataplane_testkit import backend_of
 from dataplane_testkit._timing import eventually
 
 CAPACITY = 64 << 20
+findings = partial(findings_of, ShmBackend)
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +62,6 @@ def left(durable):
 
 def opened(options, **more):
     return connect({"backend": "shm_store", "options": options}, **more)
-
-
-def findings(level, **options):
-    """The findings of a level: what and hint of each."""
-    found = ShmBackend.diagnose(ShmConfig(**options), deadline=time.monotonic() + 20)
-    return [(each.what, each.hint) for each in found if each.level is level]
 
 
 def error(**options):

@@ -1,23 +1,19 @@
 """`dataplane doctor tq_mooncake`: what is wrong on this node is an error with the command that mends it."""
 
-import time
+from functools import partial
 
 import pytest
+from doctors import findings as findings_of
 
 from dataplane_core.backends import Level
 from dataplane_mooncake import TQMooncakeBackend
-from dataplane_mooncake.config import TQMooncakeConfig
+
+findings = partial(findings_of, TQMooncakeBackend)
 
 
 @pytest.fixture(autouse=True)
 def no_address(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-
-def findings(level, **options):
-    """The findings of a level: what and hint of each."""
-    found = TQMooncakeBackend.diagnose(TQMooncakeConfig(**options), deadline=time.monotonic() + 60)
-    return [(each.what, each.hint) for each in found if each.level is level]
 
 
 def test_this_machine_is_well():

@@ -2,21 +2,17 @@
 
 import socket
 import sys
-import time
+from functools import partial
 
 import pytest
+from doctors import findings as findings_of
 
 from dataplane_core import connect
 from dataplane_core.backends import Level
 from dataplane_core.cli import _examination
 from dataplane_tq_simple import TQSimpleBackend, _diagnosis
-from dataplane_tq_simple.config import TQSimpleConfig
 
-
-def findings(level, **options):
-    """The findings of a level: what and hint of each."""
-    found = TQSimpleBackend.diagnose(TQSimpleConfig(**options), deadline=time.monotonic() + 60)
-    return [(each.what, each.hint) for each in found if each.level is level]
+findings = partial(findings_of, TQSimpleBackend)
 
 
 @pytest.fixture(autouse=True)

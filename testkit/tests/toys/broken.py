@@ -404,3 +404,22 @@ test_announced_clients_are_listed
 SaysThatItIsAlone.announce: -> reply = min(1, reply)
 ForgetsTheCalls.announce: request.client = replace(request.client, calls=())
 """)
+#: Above rows stands the rule that a chaos run must find broken.
+chaos = Table(NoopBackend, __name__, _LAZY, held_bytes=_held_bytes)
+chaos.rows("""
+capacity
+HoldsTooMuch.__init__: config = config.model_copy(update={"capacity_bytes": 4 * config.capacity_bytes})
+error
+TimesOutAtOnce.put_samples: raise OperationTimeoutError("late")
+puts
+IsAlwaysFull.put_samples: raise CapacityExceededError("full")
+leaked
+KeepsWhatIsCleared.delete_refs: return
+lost
+ForgetsOthers.clear_samples: content = self._service.ledger.content_refs()
+    -> self.delete_refs(content, request.deadline)
+groups
+GivesPartsOfGroups.claim: -> if len(rows) > 1:
+        tokens = reply.lease_tokens and reply.lease_tokens[:-1]
+        reply = replace(with_rows(reply, rows[:-1]), lease_tokens=tokens)
+""")

@@ -55,7 +55,7 @@ class Table(dict[str, Run]):
         """Adds toys."""
         tests: list[str] = []
         for row in re.split(r"\n+(?=\S)", text.strip()):
-            if row.startswith("test_"):
+            if ": " not in row:
                 tests = row.split()
             elif not row.startswith("#"):
                 place, _, code = row.partition(": ")

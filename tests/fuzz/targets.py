@@ -19,7 +19,7 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,16 +139,14 @@ def _unframed(frames: Sequence[Any]) -> Any:
     return codec.decode_columns({"x": frames}, {"x": spec}, len(frames), _BYTES)["x"]
 
 
+_FIRST_CELL: Final = bytes(_frames(torch.zeros(1, 5, dtype=torch.int64))[0])
+
+
 def _read_cell(data: bytes) -> object:
-    attempt(lambda: _unframed([_first_cell(), data, data]))
+    attempt(lambda: _unframed([_FIRST_CELL, data, data]))
     column = _unframed([data])
     assert not isinstance(column, torch.Tensor) or column.nbytes <= len(data)
     return column
-
-
-@functools.cache
-def _first_cell() -> bytes:
-    return bytes(_frames(torch.zeros(1, 5, dtype=torch.int64))[0])
 
 
 def _unpack(data: bytes) -> Any:
@@ -187,22 +185,14 @@ def _begin(partition: str, ids: list[str], write_id: int, *others: Any, **more: 
     return commands.BeginPut(partition, ids, {"x": _X}, [write], *others, write_id=write_id, ttl_s=9.0, **more)
 
 
-def _begin_apart(
-    partition: str, ids: list[str], names: str, specs: list[FieldSpec], write_id: int
-) -> commands.BeginPut:
-    """A put of two fields that are stored apart, the second one once for both rows."""
-    one, other = names
-    writes = [commands.Write([one], [8, 8]), commands.Write([other], [8], [0, 0])]
-    fields = dict(zip(names, specs, strict=True))
-    return commands.BeginPut(partition, ids, fields, writes, write_id=write_id, ttl_s=9.0)
-
-
+#: Two fields that are stored apart, the second one once for both rows.
+_APART: Final = [commands.Write(["x"], [8, 8]), commands.Write(["o"], [8], [0, 0])]
 #: What a ledger holds before a forged command: samples of two writes, a lease, an acked group, a begun put, garbage.
 _BEFORE: Final[Sequence[Command[Any]]] = (
     commands.RegisterRequest("p", ["x", "o"], 6, ["t", "u"], 2, {"e": ["a"]}, "epoch"),
     _begin("p", ["q0_g0", "q0_g1"], 100, [{"n": 1}, {"n": 2, "s": "a"}]),
     commands.CommitPut(100),
-    _begin_apart("p", ["q1_g0", "q1_g1"], "xo", [_X, _O], 200),
+    commands.BeginPut("p", ["q1_g0", "q1_g1"], {"x": _X, "o": _O}, _APART, write_id=200, ttl_s=9.0),
     commands.CommitPut(200),
     _claim("t", "k"),
     _claim("t", "l", dp_rank=0, dp_size=1, sampler="balanced"),
@@ -389,33 +379,9 @@ def _saved() -> tuple[Path, bytes, bytes]:
     return path, whole[:start], whole[start:-24]
 
 
-@contextlib.contextmanager
-def _replaced(files: dict[Path, bytes]) -> Iterator[None]:
-    """Other contents of files, until the block ends."""
-    kept = {path: path.read_bytes() for path in files}
-    try:
-        for path, data in files.items():
-            path.write_bytes(data)
-        yield
-    finally:
-        for path, data in kept.items():
-            path.write_bytes(data)
-
-
 @functools.cache
 def _noop() -> DataPlaneClient:
     return resources.enter_context(connect({"backend": "noop", "announce_s": None}))
-
-
-@contextlib.contextmanager
-def _empty_afterwards() -> Iterator[DataPlaneClient]:
-    """A store, from which all goes that was loaded."""
-    client = _noop()
-    try:
-        yield client
-    finally:
-        for name in client.list_partitions():
-            client.clear_samples(None, name)
 
 
 def _whole_save(body: bytes) -> bytes:
@@ -427,14 +393,17 @@ def _whole_save(body: bytes) -> bytes:
 def _read_save(data: bytes) -> object:
     path, *_ = _saved()
     path.write_bytes(_whole_save(data))
-    with _empty_afterwards() as client:
-        try:
-            metadata = client.load(path.parent)
-            assert isinstance(metadata, dict), "it is what the caller of save gave"
-            return metadata
-        except DataPlaneError:
-            assert client.list_partitions() == [], "something was loaded before the refusal"
-            raise
+    client = _noop()
+    try:
+        metadata = client.load(path.parent)
+    except DataPlaneError:
+        assert client.list_partitions() == [], "something was loaded before the refusal"
+        raise
+    finally:
+        for name in client.list_partitions():
+            client.clear_samples(None, name)
+    assert isinstance(metadata, dict), "it is what the caller of save gave"
+    return metadata
 
 
 def _read_save_file(data: bytes) -> object:
@@ -445,8 +414,8 @@ def _read_save_file(data: bytes) -> object:
 
 
 @functools.cache
-def _recorded() -> Path:
-    """The folder of a recording of one client."""
+def _recorded() -> tuple[Path, list[bytes]]:
+    """The file of a recording of one client, and the lines that were written to it."""
     folder = _folder() / "recording"
     recorder = {"recorder": {"folder": str(folder), "payload": "all"}}
     with connect({"backend": "noop", "middleware": [recorder]}) as client:
@@ -455,27 +424,22 @@ def _recorded() -> Path:
         client.ack(client.claim_meta("p", "t", ["x"], 2, lease_s=60))
         client.mark_step(1, loss=0.5)
         client.clear_samples(None, "p")
-    return folder
-
-
-def _recorded_lines() -> list[bytes]:
-    (path,) = _recorded().glob("*.jsonl")
-    lines = path.read_bytes().splitlines()
-    return [text for text in map(unsealed, lines) if text is not None]
+    (path,) = folder.glob("*.jsonl")
+    return path, [text for text in map(unsealed, path.read_bytes().splitlines()) if text is not None]
 
 
 def _read_recording(data: bytes) -> None:
     """Reads a recording with another first line, or another second one."""
-    (path,) = _recorded().glob("*.jsonl")
-    begin = data if b'"format"' in data else _recorded_lines()[0]
-    with _replaced({path: b"\n".join((sealed(begin), sealed(data), b""))}):
-        recording = Recording(_recorded())
-        for record in recording.records():
-            for name, text in record.specs.items():
-                FieldSpec.from_text(text)
-                record.digests_of(name)
-            if record.block is not None:
-                recording.rows(record)
+    path, lines = _recorded()
+    begin = data if b'"format"' in data else lines[0]
+    path.write_bytes(b"\n".join((sealed(begin), sealed(data), b"")))
+    recording = Recording(path.parent)
+    for record in recording.records():
+        for name, text in record.specs.items():
+            FieldSpec.from_text(text)
+            record.digests_of(name)
+        if record.block is not None:
+            recording.rows(record)
 
 
 JSON: Final = Form(lambda data: json.loads(data), lambda tree: json.dumps(tree).encode(), JSON_VALUES)
@@ -778,7 +742,7 @@ TARGETS: Final[dict[str, Target]] = {
             "save file", lambda: [_whole_save(_saved()[2]), b'{"format": "x", "version": 1}\n{}\n'], _read_save_file
         ),
         Target("save", lambda: [_saved()[2]], _read_save, JSON),
-        Target("recording", _recorded_lines, _read_recording, JSON),
+        Target("recording", lambda: _recorded()[1], _read_recording, JSON),
         Target("store request", _store_requests, _read_store_request, STORE_REQUEST),
         Target("tq request", _tq_requests, _read_tq_request, STORE_REQUEST),
         Target("store reply", _store_replies, _read_store_reply, STORE_REPLY),

@@ -331,7 +331,7 @@ class Unanswered(DataPlaneError):
 
 
 class OperationTimeoutError(Unanswered, TimeoutError):
-    """The deadline passed. A read or claim returned nothing."""
+    """The deadline passed. A read or claim returned nothing; of others, ``outcome`` says whether they were done."""
 
 
 class LeaseHolder(Frozen, frozen=True):
@@ -501,7 +501,7 @@ class ClientClosedError(DataPlaneError, RuntimeError):
 
 
 class BackendUnavailableError(Unanswered, ConnectionError):
-    """The backend cannot be reached, or died."""
+    """The backend cannot be reached, or died. ``outcome`` says whether the operation was done."""
 
 
 class LostReplyError(BackendUnavailableError):

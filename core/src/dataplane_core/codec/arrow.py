@@ -1,7 +1,4 @@
-"""Arrow columns as arrays, without a copy where Arrow's memory can be numpy's. It imports pyarrow: import it late.
-
-Shape legend: ``N`` rows, ``T`` elements of all rows together, ``L`` a row's own length.
-"""
+"""Arrow columns as arrays, without a copy where Arrow's memory can be numpy's. It imports pyarrow: import it late."""
 
 from __future__ import annotations
 
@@ -18,15 +15,8 @@ _LISTS: Final = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListVie
 
 
 def arrays_of(what: str, column: Any, metadata: Any = None) -> Any:
-    """What an Arrow array (or chunked array) of N rows stands for, as the contract says.
-
-    - Numbers: an array (N,). Lists of numbers: the numbers of all rows (T,) and the lengths of the rows. Values of one
-      chunk are not copied, but for bools, which have one bit in Arrow; chunks are joined first.
-    - Lists of a fixed size: an array (N, L, ...). In lists, they are trailing dims.
-    - Anything else (strings, binary, structs, lists of them): a list of an object per row.
-
-    ``metadata`` is that of the field in its table's schema.
-    """
+    """What an Arrow array (or chunked array) stands for, as the contract says: an array; for lists of numbers, the
+    numbers of all rows and the rows' lengths; else a list of an object per row. ``metadata`` is the schema's."""
     if metadata and _NAME in metadata:
         raise InvalidTypeError(
             f"{what} is an Arrow column of the extension type '{metadata[_NAME].decode(errors='replace')}', which this "

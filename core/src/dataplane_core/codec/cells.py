@@ -1,14 +1,11 @@
 """Cells as bytes: frames, rows of frames, and the items of object columns.
 
-A frame is a header and the payload: the cell's elements in row-major order, or an object's encoded bytes. A header is
-``DPF``, a version, the kind (tensor or object), a dtype code, the rank, a zero byte, and the shape as little-endian
-int64. The frames of a column differ in their first dim only, so a whole column is framed and read back without a torch
-call per cell. A row is the frames of one sample, joined in one byte string.
+A frame is a header and the payload: the cell's elements in row-major order, or an object's encoded bytes. The frames of
+a column differ in their first dim only, so a whole column is framed and read back without a torch call per cell. A row
+is the frames of one sample, joined in one byte string.
 
-An item is None, bool, int (64 bit), float, str, bytes, list, dict with str keys, or a tensor of any rank; no subclass
-of these. It is encoded as msgpack. With ``allow_pickle`` any other item is pickled as a whole.
-
-Shape legend: ``N`` rows, ``C`` columns, ``L`` a row's own length.
+An item of the closed set, and no subclass of its types, is encoded as msgpack. With ``allow_pickle`` any other item is
+pickled as a whole.
 """
 
 from __future__ import annotations
@@ -21,19 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import NoneType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 
-from dataplane_core.codec.compact import is_narrow, widened
+from dataplane_core.codec.compact import bytes_of, is_narrow, widened
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
     DTYPE_OF_CODE,
     BytesLike,
     byte_view,
-    from_bytes,
     host_tensor,
     join_bytes,
     joined,
@@ -41,7 +37,7 @@ from dataplane_core.codec.tensors import (
     take_dense,
     take_ragged,
 )
-from dataplane_core.errors import FrameError, InvalidRequestError, InvalidTypeError
+from dataplane_core.errors import FrameError, InvalidTypeError
 from dataplane_core.spec import Ragged
 
 _Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -84,8 +80,6 @@ _SET: Final = "None, bool, int (64 bit), float, str, bytes, list, dict with str 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a frame."""
-
     kind: int
     dtype: torch.dtype  # uint8 for an object
     shape: tuple[int, ...]  # for an object, the number of its encoded bytes
@@ -155,7 +149,7 @@ def unpack_tensor(frame: BytesLike) -> torch.Tensor:
     header = parse_header(frame)
     if header.kind != KIND_TENSOR:
         raise FrameError("frame holds an object. Expected a tensor.")
-    return from_bytes(bytearray(memoryview(frame)[header.size :]), header.dtype, header.shape)
+    return join_bytes([memoryview(frame)[header.size :]], header.dtype, header.shape)
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
@@ -164,24 +158,23 @@ def unpack_tensor(frame: BytesLike) -> torch.Tensor:
 def frame_rows(rows: Ragged | torch.Tensor, kind: int = KIND_TENSOR) -> list[Any]:
     """Frames plain rows: a dense (N, *cell) tensor, or `Ragged`. Each is a byte string or, if large, a view."""
     count = len(rows)
+    data, starts = bytes_of(rows)
     if isinstance(rows, Ragged):
-        values, starts = rows.values, rows.offsets.numpy() * rows.itemsize
-        cell: tuple[int, ...] = (int(rows.lengths.max(initial=0)), *values.shape[1:])
+        values, cell = rows.values, (int(rows.lengths.max(initial=0)), *rows.values.shape[1:])
     else:
         values, cell = rows, tuple(rows.shape[1:])
-        starts = np.arange(count + 1, dtype=np.int64) * (values.nbytes // max(count, 1))
     check_extent(values.dtype, cell, "a cell")
     heads = np.tile(np.frombuffer(pack_header(kind, values.dtype, cell), dtype=np.uint8), (count, 1))
     if isinstance(rows, Ragged):
         heads[:, HEADER_SIZE : HEADER_SIZE + 8] = rows.lengths.astype("<i8")[:, None].view(np.uint8)
-    payload, sizes, head_size = byte_view(values), np.diff(starts), heads.shape[1]
+    payload, sizes, head_size = data.data, np.diff(starts), heads.shape[1]
     if count and sizes[0] <= _LARGE_CELL and (sizes == sizes[0]).all():  # laid out in one array, which is then cut
-        data = np.concatenate((heads, np.frombuffer(payload, dtype=np.uint8).reshape(count, -1)), axis=1).tobytes()
-        step = len(data) // count
-        return [data[start : start + step] for start in range(0, len(data), step)]
-    headers, cuts = heads.tobytes(), starts.tolist()
+        table = np.concatenate((heads, data.reshape(count, -1)), axis=1).tobytes()
+        step = len(table) // count
+        return [table[start : start + step] for start in range(0, len(table), step)]
+    headers = heads.tobytes()
     parts: list[Any] = []
-    for row, (start, stop) in enumerate(pairwise(cuts)):
+    for row, (start, stop) in enumerate(pairwise(starts.tolist())):
         parts.append(headers[row * head_size : (row + 1) * head_size])
         parts.append(payload[start:stop])
     if len(payload) <= _LARGE_CELL * count:
@@ -191,17 +184,10 @@ def frame_rows(rows: Ragged | torch.Tensor, kind: int = KIND_TENSOR) -> list[Any
 
 
 def unframe_rows(frames: Sequence[BytesLike], dtype: torch.dtype | None = None) -> tuple[int, Ragged | torch.Tensor]:
-    """Reads frames into new memory: their kind, and the rows joined end to end.
+    """Reads the frames of a column into new memory: their kind, and the rows, of objects as encoded bytes.
 
-    Scalars are returned as a dense (N,) tensor, objects as their encoded bytes.
-
-    Args:
-        frames: One per row, of one kind, dtype, rank and trailing shape.
-        dtype: The dtype of the field. Its frames may be narrower, and differ in that: then the rows are returned in
-            this dtype.
-
-    Raises:
-        FrameError: There is no frame, one is malformed, or the frames do not fit one column.
+    Scalars are one dense (N,) tensor. Frames may differ in the width of their integers only if ``dtype`` says that of
+    the field: then the rows have it. Raises `FrameError`.
     """
     views: list[BytesLike] = [_flat(frame) for frame in frames]
     if not views:
@@ -224,18 +210,13 @@ def unframe_rows(frames: Sequence[BytesLike], dtype: torch.dtype | None = None) 
         table = table.reshape(len(views), header.size)
     if dtype is not None and (table[:, CODE_AT] != table[0, CODE_AT]).any():
         return header.kind, _of_differing_width(views, table[:, CODE_AT], dtype)
-    if len(header.shape) == 0:
-        if (table != table[0]).any() or not equal:
-            raise _first_misfit(views, header)
-        cells = cells or [view[header.size :] for view in views]
-        return header.kind, join_bytes(cells, header.dtype, (len(views),))
     # all headers must equal row 0's except in the first dim, which must agree with the size of the frame
-    same = np.ones(header.size, dtype=bool)
-    same[HEADER_SIZE : HEADER_SIZE + 8] = False
-    lengths = table[:, HEADER_SIZE : HEADER_SIZE + 8].copy().view("<i8").astype(np.int64).reshape(-1)
+    same, lengths = np.ones(header.size, dtype=bool), np.ones(len(views), dtype=np.int64)
+    if header.shape:
+        same[HEADER_SIZE : HEADER_SIZE + 8] = False
+        lengths = table[:, HEADER_SIZE : HEADER_SIZE + 8].copy().view("<i8").astype(np.int64).reshape(-1)
     trailing = header.shape[1:]
-    extent = header.dtype.itemsize * math.prod(max(dim, 1) for dim in trailing)
-    step = header.dtype.itemsize * math.prod(trailing)
+    extent, step = _extent(header.dtype, trailing), header.dtype.itemsize * math.prod(trailing)
     if (
         (table[:, same] != table[0, same]).any()
         or (lengths < 0).any()
@@ -244,8 +225,10 @@ def unframe_rows(frames: Sequence[BytesLike], dtype: torch.dtype | None = None) 
         or lengths.sum(dtype=np.float64) > MAX_CELL_BYTES
     ):
         raise _first_misfit(views, header)
-    offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int64))
     cells = cells or [view[header.size :] for view in views]
+    if not header.shape:
+        return header.kind, join_bytes(cells, header.dtype, (len(views),))
+    offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int64))
     return header.kind, Ragged(join_bytes(cells, header.dtype, (int(offsets[-1]), *trailing)), offsets)
 
 
@@ -320,25 +303,12 @@ def join_row(frames: Sequence[BytesLike]) -> bytes:
 
 
 def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[memoryview, _Int64]:
-    """`join_row` for many rows at once, for engines where each stored value has a cost.
-
-    Args:
-        tables: Tables of C columns of N frames each. C and N may differ from table to table.
-
-    Returns:
-        The rows of all tables end to end, and their int64 offsets in bytes, one more than there are rows. Large rows
-        are in memory that is used again once nobody holds it.
-
-    Raises:
-        InvalidRequestError: The columns of a table differ in length, or it has none.
-    """
+    """`join_row` of the rows of tables, each of one column or more of equally many frames: the rows end to end, in
+    recycled memory if they are large, and their offsets in bytes, one more than there are rows."""
     parts: list[BytesLike] = []
     sizes = []
     for columns in tables:
-        counts = {len(column) for column in columns}
-        if len(counts) != 1:
-            raise InvalidRequestError(f"join_rows: columns must have one number of rows, got {sorted(counts)}.")
-        index = np.empty((counts.pop(), 1 + len(columns)), dtype="<i8")
+        index = np.empty((len(columns[0]), 1 + len(columns)), dtype="<i8")
         fixed = _ROW_FIXED.pack(_ROW_MAGIC, _ROW_VERSION, len(columns))
         index[:, 0] = np.frombuffer(fixed, dtype="<i8")
         for position, column in enumerate(columns):
@@ -354,15 +324,9 @@ def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[memoryvi
 
 
 def split_rows(rows: Sequence[BytesLike]) -> list[list[BytesLike]]:
-    """The frames of each row: large ones as views of the row's memory, small ones as byte strings.
+    """The frames of each row that `join_row` made: large ones as views of its memory, small ones as byte strings.
 
-    ``zip(*split_rows(rows))`` gives columns.
-
-    Args:
-        rows: What `join_row` returned, or slices of `join_rows`' buffer: bytes-like or uint8 arrays.
-
-    Raises:
-        FrameError: A row has a wrong magic or version, is truncated, or its sizes do not add up. With its number.
+    ``zip(*split_rows(rows))`` gives columns. A row that is damaged raises `FrameError` with its number.
     """
     split = []
     for number, row in enumerate(rows):
@@ -443,11 +407,7 @@ def _name(kind: type) -> str:
 
 
 def check_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False) -> None:
-    """Refuses items outside the closed set, unless they may be pickled.
-
-    Raises:
-        InvalidTypeError: Names the field, the row, the place in the item, and the type.
-    """
+    """Refuses items outside the closed set with `InvalidTypeError`, unless they may be pickled."""
     if allow_pickle or set(map(type, items)) <= _ATOMS:
         return
     for row, item in enumerate(items):
@@ -484,10 +444,7 @@ def plain(item: Any) -> Any:
 
 
 def copy_item(item: Any) -> Any:
-    """A deep copy that shares no memory with ``item``. Tensors become plain, contiguous, detached host tensors.
-
-    Items outside the closed set are copied with `copy.deepcopy`; `check_items` decides whether they are allowed.
-    """
+    """A deep copy that shares no memory with ``item``. Tensors become plain, contiguous, detached host tensors."""
     kind = type(item)
     if kind in _FLAT:
         return item
@@ -531,11 +488,8 @@ def _escaped(item: Any) -> Any:
 
 
 def encode_items(items: Sequence[Any], field: str, *, allow_pickle: bool = False) -> list[bytes]:
-    """One byte string per item, never empty. ``allow_pickle`` pickles items outside the closed set.
-
-    Raises:
-        InvalidTypeError: An item is outside the closed set, or cannot be pickled.
-    """
+    """One byte string per item, never empty. Refuses items outside the closed set with `InvalidTypeError`, or with
+    ``allow_pickle`` those that cannot be pickled."""
     encoded = []
     for row, item in enumerate(items):
         try:
@@ -566,11 +520,8 @@ def encode_item(item: Any, field: str = "", *, allow_pickle: bool = False) -> by
 
 
 def decode_items(encoded: Sequence[BytesLike], *, allow_pickle: bool = False) -> list[Any]:
-    """Reads `encode_items`' bytes. The items share no memory with them.
-
-    Raises:
-        FrameError: The bytes are malformed, or an item is pickled and ``allow_pickle`` is not set.
-    """
+    """Reads `encode_items`' bytes. The items share no memory with them. Raises `FrameError` if they are malformed, or
+    pickled without ``allow_pickle``."""
     unpack = _unpack_with_pickle if allow_pickle else _unpack
     items = []
     for row, data in enumerate(encoded):
@@ -594,13 +545,8 @@ def decode_item(data: BytesLike, *, allow_pickle: bool = False) -> Any:
     return decode_items([data], allow_pickle=allow_pickle)[0]
 
 
-class _Pickled:
-    """An item that was unpickled. It may be outside the closed set."""
-
-    __slots__ = ("item",)
-
-    def __init__(self, item: Any) -> None:
-        self.item = item
+class _Pickled(NamedTuple):
+    item: Any  # may be outside the closed set
 
 
 def _ext(code: int, data: memoryview) -> Any:

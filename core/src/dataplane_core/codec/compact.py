@@ -1,16 +1,12 @@
 """What makes the cells of a put smaller: integers in a narrower dtype, and equal large cells once.
 
-**Narrow integers.** A column of int64, int32 or int16 goes in the narrowest dtype that holds what a put has in it:
-token ids, routed experts and masks are int64 in most trainers, and fit one or two bytes. A field keeps the dtype that
-was put (`FieldSpec`); only its cells in a store may be narrower, and how narrow differs from put to put. So each cell's
+**Narrow integers.** Token ids, routed experts and masks are int64 in most trainers, and fit one or two bytes. A field
+keeps the dtype that was put (`FieldSpec`); how narrow its cells in a store are differs from put to put. So each cell's
 dtype is stored beside it: in the header of its frame, or by a backend whose wire has `WireFormat.narrow`.
 
-**Shared rows.** The samples of a group often have the very same image or long prompt, and an agent's next turn has it
-again. Rows that are the same memory are found by their address, others by a digest of their bytes. That takes half as
-long as to copy them, and most rows are new. So each is probed first, at a few bytes: only rows that agree there are
-digested. Small cells are not looked at: to store them apart costs more than it saves.
-
-Shape legend: ``N`` rows, ``U`` rows that differ.
+**Shared rows.** The samples of a group often have the very same image or long prompt. Rows that are the same memory are
+found by their address, others by a digest of their bytes. That takes half as long as to copy them, and most rows are
+new. So each is probed first, at a few bytes: only rows that agree there are digested.
 """
 
 from __future__ import annotations
@@ -62,10 +58,7 @@ def is_narrow(dtype: torch.dtype, wide: torch.dtype) -> bool:
 
 
 def narrowed(values: torch.Tensor) -> torch.Tensor:
-    """A host tensor in the narrowest dtype that holds its values, in new memory; or itself, if it is none narrower.
-
-    Large ones are looked at and converted by several threads.
-    """
+    """A host tensor in the narrowest dtype that holds its values, in new memory; or itself, if it is none narrower."""
     if values.dtype not in NARROWER or values.nbytes < LEAST_BYTES:
         return values
     wide = values.reshape(-1).numpy()
@@ -127,8 +120,8 @@ def widened(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Repeats:
     """Which rows of a column are equal."""
 
-    firsts: list[int]  # the U rows that differ from all rows before them
-    index: list[int]  # for each of the N rows, its place among these
+    firsts: list[int]  # the rows that differ from all rows before them
+    index: list[int]  # for each row, its place among these
 
     @classmethod
     def by_key(cls, keys: Sequence[Hashable]) -> Repeats | None:
@@ -159,7 +152,7 @@ def _memory_of(row: Any) -> Hashable:
 
 def row_probes(rows: Ragged | torch.Tensor, kind: str) -> list[bytes]:
     """A short digest of a few bytes of each row, its size and its kind: rows whose probes differ are different."""
-    data, cuts = _bytes_of(rows)
+    data, cuts = bytes_of(rows)
     sizes, first = np.diff(cuts), _kind_of(rows, kind)
     places = cuts[:-1, None] + np.maximum(sizes - _PLACE_BYTES, 0)[:, None] * np.arange(_PLACES) // (_PLACES - 1)
     at = (places[:, :, None] + np.arange(_PLACE_BYTES)).reshape(len(sizes), -1)
@@ -170,7 +163,7 @@ def row_probes(rows: Ragged | torch.Tensor, kind: str) -> list[bytes]:
     ]
 
 
-def _bytes_of(rows: Ragged | torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def bytes_of(rows: Ragged | torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """The bytes of all rows, and where each begins, and the last one ends."""
     if isinstance(rows, Ragged):
         return byte_array(rows.values), rows.offsets.numpy() * rows.itemsize
@@ -184,7 +177,7 @@ def _kind_of(rows: Ragged | torch.Tensor, kind: str) -> bytes:
 
 def row_digests(rows: Ragged | torch.Tensor, kind: str, numbers: Sequence[int]) -> list[bytes]:
     """A digest of some rows of a column (`lasting_hash`): of their bytes, dtype, and what kind of cells they are."""
-    data, cuts = _bytes_of(rows)
+    data, cuts = bytes_of(rows)
     first, digests = _kind_of(rows, kind), [b""] * len(numbers)
 
     def digest(place: int) -> None:

@@ -1,14 +1,7 @@
 """What people have, as columns: the one way for all that `put_samples`, `write_columns` and `kv_first_write` take.
 
-A list of numbers, or of lists of numbers of any lengths, becomes a tensor column, and so does a list of tensors or
-arrays, or an array of numbers. Any other list becomes one object per row. A list that mixes numbers with None, or
-numbers with lists, is refused, since it is not clear what is meant. Empty lists alone leave open what they are, and a
-list that fits what its field is known to hold becomes that (`list_as`).
-
 Arrow tables, DataFrames and data sets are recognized by the names of their classes, so that their packages are not
 imported here.
-
-Shape legend: ``N`` rows, ``L`` a row's own length.
 """
 
 from __future__ import annotations
@@ -44,30 +37,14 @@ _HINT: Final = (
 
 
 def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Columns:
-    """Columns that `encode_columns` takes, of whatever a caller has.
+    """Columns that `encode_columns` takes, of whatever a caller has: a mapping of columns, or a list of dicts with
+    the same keys; a TensorDict; a pyarrow ``Table`` or ``RecordBatch``; a pandas ``DataFrame``; a ``datasets.Dataset``.
 
-    - A dict (or another mapping) of columns: each by `as_column`. A TensorDict stays as it is; a lazy stack of rows,
-      which gives no columns whose rows differ in shape, is read as a list of rows.
-    - A list of N dicts with the same keys, one per row: each key is a column, the list of its values.
-    - A pyarrow ``Table`` or ``RecordBatch``, or a pandas ``DataFrame``: its columns.
-    - A ``datasets.Dataset``: its columns as Arrow, whatever its format. Features that decode what is stored give their
-      values, as in ``dataset[:]``. With a transform, what that returns.
-
-    Args:
-        where: The call. Messages begin with it.
-        fields: N rows.
-        num_samples: N.
-
-    Returns:
-        Columns, which alias ``fields`` where they can: tensors, object columns, `Ragged` for rows that differ in their
-        first dim, `TensorRows` for a list of large tensors, and `EmptyLists`. The numbers of rows are not checked.
-
-    Raises:
-        InvalidTypeError: None of these, or a column that cannot be converted.
-        InvalidRequestError: The rows of a list have different keys, or are not N; two columns have the same name.
-        SchemaMismatchError: Tensors of one column do not fit together.
+    The columns alias ``fields`` where they can. Their numbers of rows are not checked. ``where``, the call, begins
+    messages.
     """
     if isinstance(fields, LazyStackedTensorDict) and fields.stack_dim == 0:
+        # it gives no columns whose rows differ in shape
         rows = _columns_of_rows(where, fields.tensordicts, num_samples)
         tensors = {name for name, cells in rows if all(isinstance(cell, torch.Tensor) for cell in cells)}
         columns = [(name, cells if name in tensors else fields.get(name)) for name, cells in rows]
@@ -78,7 +55,14 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Co
     elif isinstance(fields, (list, tuple)):
         columns = _columns_of_rows(where, fields, num_samples)
     elif _is_a(fields, "pyarrow.lib", "Table", "RecordBatch"):
-        return _columns_of_table(where, fields)
+        _check_names(where, fields.schema.names)
+        schema = zip(fields.schema, fields.columns, strict=True)
+        return Columns(
+            {
+                field.name: column_of_arrow(f"{where} refused: field '{field.name}'", column, field.metadata)
+                for field, column in schema
+            }
+        )
     elif _is_a(fields, "datasets.arrow_dataset", "Dataset"):
         return as_columns(where, _columns_of_dataset(fields), num_samples)
     elif _is_a(fields, "pandas", "DataFrame"):
@@ -103,11 +87,7 @@ def as_columns(where: str, fields: Any, num_samples: int) -> TensorDictBase | Co
 
 
 def as_column(what: str, column: Any) -> Any:
-    """The tensor or object column that a column stands for. What it does not know, it returns as it is.
-
-    Lists by `column_of_list`, arrays by `column_of_array`, Arrow columns by `column_of_arrow`. A pandas ``Series`` is
-    an array, or, if it has strings or objects, a list. A column of a ``datasets.Dataset`` is what ``column[:]`` gives.
-    """
+    """The tensor or object column that a column stands for. What it does not know, it returns as it is."""
     column = _column(what, column)
     if isinstance(column, EmptyLists):
         return object_column(column)
@@ -147,21 +127,9 @@ def _check_names(where: str, names: Sequence[Any]) -> None:
         raise InvalidRequestError(f"{where} refused: fields have several columns named {preview(repeated)}.")
 
 
-def _columns_of_table(where: str, table: Any) -> Columns:
-    _check_names(where, table.schema.names)
-    fields = zip(table.schema, table.columns, strict=True)
-    converted = {
-        field.name: column_of_arrow(f"{where} refused: field '{field.name}'", column, field.metadata)
-        for field, column in fields
-    }
-    return Columns(converted)
-
-
 def _columns_of_dataset(dataset: Any) -> Any:
-    """The columns of a ``datasets.Dataset``: as Arrow, or, where its features decode what is stored, what they give.
-
-    So a column is the same whatever the format is. Only images, audio and the like are what the format makes of them.
-    """
+    """Its columns as Arrow, or, where its features decode what is stored, what they give: the same whatever its format
+    is, but for images, audio and the like. With a transform, what that returns."""
     form = dataset.format
     if form["type"] == "custom":
         return dataset[:]
@@ -238,11 +206,7 @@ def column_of_arrow(what: str, column: Any, metadata: Any = None) -> Any:
 
 
 def column_of_list(what: str, items: Sequence[Any]) -> Any:
-    """The column that a list (or tuple) of N items stands for, as the contract says.
-
-    Only empty lists are `EmptyLists`. Tensors or arrays are joined in new memory; large ones are `TensorRows`, in their
-    own memory, to find equal ones.
-    """
+    """The column that a list (or tuple) stands for, as the contract says."""
     kinds = set(map(type, items))
     if not kinds <= _NUMBERS | _LISTS and _any_of_numpy(kinds):
         items = _plain(items)
@@ -307,8 +271,7 @@ def _offsets(lists: Sequence[Any]) -> torch.Tensor:
 
 
 def column_of_array(what: str, array: np.ndarray[Any, Any]) -> Any:
-    """The column that an array of N rows stands for, as the contract says. A tensor aliases the array, where that is
-    contiguous and of the machine's byte order, also if it is read-only."""
+    """The column that an array stands for, as the contract says. A tensor aliases it if it can, read-only or not."""
     if np.ma.is_masked(array):
         masked = int(np.ma.getmaskarray(array).sum())
         raise InvalidTypeError(
@@ -375,8 +338,9 @@ def _column_of_tensors(what: str, items: Sequence[Any]) -> torch.Tensor | Ragged
         column_of_array(f"{what}, row {number},", item) if isinstance(item, np.ndarray) else item
         for number, item in enumerate(items)
     )
-    if rows.nbytes >= LARGE_CELL_BYTES * len(rows):
-        return rows
+    # `torch.Tensor.nbytes` raises for some that are not carried
+    if sum(row.numel() * row.element_size() for row in rows) >= LARGE_CELL_BYTES * len(rows):
+        return rows  # in their own memory, to find equal ones
     joined = rows.joined(what)
     return dense_or_ragged(joined) if isinstance(joined, Ragged) else joined
 

@@ -1,7 +1,4 @@
-"""Rows of columns in any container: their number and size, selections of them, and their join.
-
-Shape legend: ``N`` rows of a column, ``n`` rows of a read.
-"""
+"""Rows of columns in any container: their number and size, selections of them, and their join."""
 
 from __future__ import annotations
 
@@ -57,11 +54,6 @@ class EmptyLists(list[list[Any]]):
 class TensorRows(list[torch.Tensor]):
     """A tensor column as its rows. Rows may be the same memory: large ones are then stored once."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows. Also of tensors that are not carried: `torch.Tensor.nbytes` raises for some of these."""
-        return sum(row.numel() * row.element_size() for row in self)
-
     def joined(self, what: str) -> Ragged | torch.Tensor:
         """The rows end to end. Raises as `ragged_of_rows`."""
         try:
@@ -98,10 +90,9 @@ def tensor_columns(columns: Mapping[str, Any] | TensorDictBase) -> dict[str, Any
         column: Any = columns.get(name)
         if isinstance(column, Ragged):
             key = column.offsets.numpy().tobytes()
-            form = forms.get(key)
-            if form is None:
-                form = forms[key] = column.offsets, bounds_of(column.lengths)
-            offsets, bounds = form
+            if key not in forms:
+                forms[key] = column.offsets, bounds_of(column.lengths)
+            offsets, bounds = forms[key]
             if bounds[0] == bounds[1]:
                 column = column.values.view(len(column), bounds[0], *column.values.shape[1:])
             else:
@@ -125,11 +116,7 @@ def object_column(items: Sequence[Any]) -> NonTensorStack:
 
 
 def empty_columns(specs: Mapping[str, FieldSpec], names: Iterable[str]) -> TensorDict:
-    """Columns of no rows, of the dtypes that fields have.
-
-    Returns:
-        Per field a tensor of shape ``(0,)``, or ``(0, 0, *trailing)``; objects as a ``NonTensorStack``.
-    """
+    """Columns of no rows, of the dtypes that fields have."""
     columns = TensorDict(batch_size=[0])
     for name in names:
         spec = specs[name]
@@ -160,10 +147,8 @@ def row_nbytes(columns: Mapping[str, WireColumn | SharedRows], num_samples: int)
 
 
 def cell_nbytes(column: WireColumn | SharedRows, num_samples: int) -> Any:
-    """Payload bytes of each cell of one column: an int64 array (N,), or one number if all are equal.
-
-    A shared cell counts for the first of its rows only.
-    """
+    """Payload bytes of each cell of one column: an int64 array (N,), or one number if all are equal. A shared cell
+    counts for the first of its rows only."""
     if isinstance(column, SharedRows):
         sizes = np.zeros(num_samples, dtype=np.int64)
         _, firsts = np.unique(column.index, return_index=True)
@@ -191,16 +176,8 @@ def _item_nbytes(item: Any) -> int:
 
 
 def take_rows(column: Any, positions: Sequence[int]) -> Any:
-    """The rows at ``positions``, in that order. Repeats are allowed.
-
-    Args:
-        column: A column of a read: a tensor of any layout, or a ``NonTensorStack``; or a list, such as `TensorRows`.
-        positions: Row numbers, not negative.
-
-    Returns:
-        Tensors in new memory: dense if all rows taken have the same shape, else jagged. A repeated item of a
-        ``NonTensorStack`` is copied, so that rows stay independent.
-    """
+    """The rows of a column of a read at ``positions``, in that order, repeats included: tensors in new memory, dense if
+    all rows taken have the same shape, else jagged. A repeated item is copied, so that rows stay independent."""
     taken = take_plain(column, positions)
     return dense_or_jagged(taken) if isinstance(taken, Ragged) else taken
 
@@ -223,11 +200,8 @@ def take_plain(column: Any, positions: Sequence[int]) -> Any:
 
 
 def spread(column: Any, index: Sequence[int], *, share: bool) -> Any:
-    """The N rows of a column of U rows, by their places among these.
-
-    With ``share``, a ``NonTensorStack`` of row tensors or items, in which equal rows are one object. Else every row has
-    memory of its own.
-    """
+    """The rows of a column of different ones, by their places among these. With ``share``, a ``NonTensorStack`` where
+    equal rows are one object. Else every row has memory of its own."""
     if not share:
         return take_plain(column, index)
     if isinstance(column, Ragged):
@@ -249,10 +223,8 @@ def repeat_rows(columns: Mapping[str, Any], positions: Sequence[int], *, share: 
 
 
 def join_parts(parts: Sequence[Any], order: Sequence[int]) -> Any:
-    """Rows of one field that were read apart, in an order of places among the rows of all parts.
-
-    Tensors in new memory, in the wider of their dtypes; or one object per row, if a part has these.
-    """
+    """Rows of one field that were read apart, in an order of places among the rows of all parts: tensors in the wider
+    of their dtypes; or one object per row, if a part has these."""
     if not all(isinstance(part, torch.Tensor) for part in parts):
         items = [row for part in parts for row in (part.unbind() if isinstance(part, torch.Tensor) else part.tolist())]
         return object_column([items[row] for row in order])
@@ -268,17 +240,11 @@ def join_parts(parts: Sequence[Any], order: Sequence[int]) -> Any:
 
 
 class Piece(NamedTuple):
-    """Some rows of one stored column.
-
-    Attributes:
-        column: The column.
-        rows: Rows of the column.
-        positions: Where these rows stand in the read, one for each.
-    """
+    """Some rows of one stored column."""
 
     column: WireColumn
     rows: Sequence[int]
-    positions: Sequence[int]
+    positions: Sequence[int]  # of these rows in the read
 
 
 def rows_in_order(rows: Sequence[int], start: int, count: int) -> bool:
@@ -301,16 +267,13 @@ def copy_column(column: WireColumn) -> WireColumn:
 def merge_pieces(
     pieces: Sequence[Piece], dtype: torch.dtype | None = None, copies: list[Copy] | None = None
 ) -> WireColumn:
-    """The column of a read, in new memory.
+    """The column of a read, in new memory: dense if all rows have one shape and were stored so.
 
     Args:
         pieces: At least one. Their positions together are 0 to n - 1.
         dtype: The dtype of the result. Integer columns may be narrower (`WireFormat.narrow`). None: that of the first.
         copies: Gets the copies that are left to the caller, who can then make those of all columns at once. The column
             has undefined values until then. None: this function makes them.
-
-    Returns:
-        A dense tensor if all rows have one shape and were stored so, else `Ragged`. A list for items, which are copied.
     """
     first, rows, positions = pieces[0]
     count = len(rows)

@@ -1,7 +1,4 @@
-"""Plain tensors for the codec: copies to host memory, rows joined end to end, tensors as bytes.
-
-Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim, ``L`` a row's own length.
-"""
+"""Plain tensors for the codec: copies to host memory, rows joined end to end, tensors as bytes."""
 
 from __future__ import annotations
 
@@ -66,13 +63,7 @@ def is_jagged(tensor: torch.Tensor) -> bool:
 def host_tensor(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """The tensor as plain, contiguous, detached host memory. Aliases ``tensor`` if it is that already.
 
-    Args:
-        tensor: On any device but meta. Conj and neg bits are resolved.
-        what: The subject of error messages, such as ``field 'x'``.
-
-    Raises:
-        InvalidTypeError: The tensor is a nested, meta-device, sparse or quantised one, a wrapper subclass, or of a
-            dtype that is not carried.
+    Raises `InvalidTypeError`, which begins with ``what``, for one that has no such form or whose dtype is not carried.
     """
     if tensor.is_nested:
         raise InvalidTypeError(f"{what} is a nested tensor. Expected a plain tensor for each row.")
@@ -132,11 +123,7 @@ def jagged_parts(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def check_ragged(rows: Ragged, what: str) -> Ragged:
-    """The rows as plain host memory. Aliases them if they are that already.
-
-    Raises:
-        InvalidTypeError: As `host_tensor`, or the offsets are not those of the values.
-    """
+    """The rows as plain host memory, by `host_tensor`. Refuses offsets that are not those of the values."""
     values = host_tensor(rows.values, what)
     offsets = host_tensor(rows.offsets, what)
     if offsets.dtype != torch.int64 or not _fit(offsets, values):
@@ -156,12 +143,7 @@ def _fit(offsets: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
-    """The rows of a nested tensor of either layout, joined end to end. Dense (N,) if its rows are scalars.
-
-    Raises:
-        SchemaMismatchError: Rows differ in a dim other than their first, or in rank.
-        InvalidTypeError: As `host_tensor`.
-    """
+    """The rows of a nested tensor of either layout. Raises, and returns scalars, as `ragged_of_rows`."""
     if not is_jagged(nested):
         return ragged_of_rows(list(nested.detach().unbind()), what)
     values, offsets, lengths, dim = jagged_parts(nested)
@@ -186,9 +168,7 @@ def ragged_of_nested(nested: torch.Tensor, what: str) -> Ragged | torch.Tensor:
 def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Tensor:
     """Rows, of which there is one at least, joined end to end. Dense (N,) if they are scalars.
 
-    Raises:
-        SchemaMismatchError: Rows differ in dtype, rank, or a dim other than their first.
-        InvalidTypeError: As `host_tensor`.
+    Raises `SchemaMismatchError` if they differ in dtype, rank, or a dim other than their first, and as `host_tensor`.
     """
     plain: Sequence[torch.Tensor] = rows
     if {(type(row), row.device.type, row.layout, row.is_nested) for row in rows} != _PLAIN:
@@ -289,14 +269,10 @@ def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Te
     Calls the private constructor, as torch's own operations do: `torch.nested.nested_tensor_from_jagged` takes four
     times as long, because it makes a view that autograd tracks. ``bounds``: those of the lengths, if known already.
     """
-    shortest, longest = bounds_of(ragged.lengths) if bounds is None else bounds
-    kept = {"min_seqlen": _kept_length(shortest), "max_seqlen": _kept_length(longest)}
+    # a nested tensor caches a length as the size of an empty tensor
+    lengths = zip(("min_seqlen", "max_seqlen"), bounds_of(ragged.lengths) if bounds is None else bounds, strict=True)
+    kept = {name: torch.empty(length, 0, dtype=torch.float32, device="cpu") for name, length in lengths}
     return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)
-
-
-def _kept_length(length: int) -> torch.Tensor:
-    """A length as a nested tensor caches it: the size of an empty tensor."""
-    return torch.empty(length, 0, dtype=torch.float32, device="cpu")
 
 
 def dense_or_ragged(rows: Ragged) -> torch.Tensor | Ragged:
@@ -364,10 +340,3 @@ def join_bytes(parts: Sequence[BytesLike], dtype: torch.dtype, shape: Sequence[i
     if not size:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.from_numpy(joined(parts, size)).view(dtype).view(tuple(shape))
-
-
-def from_bytes(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor that aliases a bytearray and keeps it alive. The sizes must fit."""
-    if not data:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))

@@ -1,12 +1,7 @@
 """Converts columns to a backend's wire format and back, and makes digests of their cells.
 
-`encode_columns` converts what a caller puts into what the backend's hooks take. `decode_columns` checks a backend's
-reply and converts it into what the caller gets. Both are pure: no I/O, no state. The form of a field's cells on the
-wire depends on its `FieldSpec` and the `WireFormat`, so any process can read what another wrote. Of the data, only the
-width of integers depends on it, and cells carry it with them: integers go in the narrowest dtype that holds those of
-the put (`compact`), if cells are frames, which name their dtype, or the wire has `WireFormat.narrow`.
-
-Shape legend: ``N`` rows, ``T`` elements of all rows together on the ragged dim, ``L`` a row's own length.
+The form of a field's cells on the wire depends on its `FieldSpec` and the `WireFormat`, so any process can read what
+another wrote. Only the width of integers depends on the data, and cells carry it with them (`compact`).
 """
 
 from __future__ import annotations
@@ -35,6 +30,7 @@ from dataplane_core.codec.compact import (
     LARGE_CELL_BYTES,
     LEAST_PROBED_BYTES,
     Repeats,
+    bytes_of,
     is_narrow,
     narrowed,
     row_digests,
@@ -64,8 +60,8 @@ from dataplane_core.codec.tensors import (
     byte_view,
     check_ragged,
     dense_or_ragged,
-    from_bytes,
     host_tensor,
+    join_bytes,
     offsets_of,
     plain_rows,
     ragged_of_rows,
@@ -109,12 +105,10 @@ def encode_columns(
     narrow: bool | Mapping[str, bool] = True,
     share_above: int | Mapping[str, int | None] | None = LARGE_CELL_BYTES,
 ) -> tuple[dict[str, WireColumn | SharedRows], dict[str, FieldSpec]]:
-    """Converts a batch to the form that a backend's hooks take.
+    """Converts a batch to the form that a backend's hooks take. Refuses what the contract says of a put.
 
     Args:
-        fields: Columns of ``num_samples`` rows: tensors of any device but meta, dense or nested, contiguous or not;
-            object columns as ``NonTensorStack`` or ``np.ndarray(dtype=object)``; in a mapping also `Ragged`,
-            `TensorRows` and `EmptyLists`. `as_columns` makes these of what callers have.
+        fields: Columns as `as_columns` makes them.
         num_samples: N.
         wire: The backend's wire format.
         allow_pickle: Accept object items outside the closed set.
@@ -128,12 +122,6 @@ def encode_columns(
         large cells is `SharedRows` if some of them are equal, or if the store keeps them by content. Tensors that need
         no conversion alias the caller's memory, and native object items are the caller's objects: a backend that keeps
         them must copy them (`copy_item`). Frames, which may be views of one buffer, and encoded objects are new memory.
-
-    Raises:
-        InvalidRequestError: A column does not have one row per sample.
-        SchemaMismatchError: The rows of a column differ in dtype, rank, or a dim other than their first.
-        InvalidTypeError: A leaf is no tensor; a tensor is a meta-device, sparse or quantised one, or of a dtype that is
-            not carried; an object item is outside the closed set.
     """
     columns: dict[str, WireColumn | SharedRows] = {}
     specs: dict[str, FieldSpec] = {}
@@ -143,12 +131,11 @@ def encode_columns(
         least = least if wire.shared_rows else None
         if isinstance(leaf, (torch.Tensor, Ragged, TensorRows)):
             rows, same = _ingest(name, leaf, num_samples, least)
-            values, shape = (rows.values, rows.values.shape) if isinstance(rows, Ragged) else (rows, rows.shape[1:])
-            is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(values)
-            specs[name] = FieldSpec.of_ints(len(shape)) if is_open else FieldSpec.of_cells(values.dtype, tuple(shape))
+            spec = _spec_of(rows)
+            is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(_values(rows))
+            specs[name] = FieldSpec.of_ints(spec.rank) if is_open else spec
             if (wire.bytes or wire.narrow) and (narrow if isinstance(narrow, bool) else narrow.get(name, True)):
-                values = narrowed(values)
-                rows = Ragged(values, rows.offsets) if isinstance(rows, Ragged) else values
+                rows = _mapped(rows, narrowed)
             columns[name] = _sent(rows, specs[name], same, wire, least)
         elif isinstance(leaf, EmptyLists):
             _check_rows(name, len(leaf), num_samples)
@@ -164,10 +151,8 @@ def encode_columns(
 def _sent(
     rows: _Rows, spec: FieldSpec, same: Repeats | None, wire: WireFormat, least: int | None
 ) -> WireColumn | SharedRows:
-    """Rows on the wire. Of large ones those that differ, with their digests if the store keeps them by content.
-
-    ``same``: which rows these already are. ``least``: how many bytes make a row large, on average.
-    """
+    """Rows on the wire. Of large ones, of ``least`` bytes on average, those that differ, with their digests if the
+    store keeps them by content. ``same``: which rows these already are."""
     digests = None
     is_large = least is not None and _values(rows).nbytes >= max(1, least * len(rows))
     # not numbers of tokens: hardly any are put again
@@ -307,9 +292,8 @@ def _encode_objects(
 def _encoded_items(items: Sequence[Any], name: str, allow_pickle: bool) -> Ragged:
     """Items as uint8 rows."""
     encoded = encode_items(items, name, allow_pickle=allow_pickle)
-    data = bytearray().join(encoded)
-    lengths = torch.tensor(list(map(len, encoded)), dtype=torch.int64, device="cpu")
-    return Ragged(from_bytes(data, torch.uint8, (len(data),)), offsets_of(lengths))
+    offsets = offsets_of(torch.tensor(list(map(len, encoded)), dtype=torch.int64, device="cpu"))
+    return Ragged(join_bytes(encoded, torch.uint8, (int(offsets[-1]),)), offsets)
 
 
 def _on_wire(rows: _Rows, wire: WireFormat, kind: int = KIND_TENSOR) -> WireColumn:
@@ -332,27 +316,10 @@ def decode_columns(
     allow_pickle: bool = False,
     share_rows: bool = False,
 ) -> dict[str, Any]:
-    """Checks what a backend returned and converts it to what the caller gets.
+    """Checks what a backend returned for N samples, at least 1, and converts it to what a read of the contract gives.
 
-    Args:
-        columns: Field -> encoded column of ``num_samples`` rows. This function takes ownership: what needs no
-            conversion is returned as it is. A column that was dense when it was put may come back as `Ragged`.
-        specs: Field -> the spec of its cells, as in `WireBatch`. Must have every key of ``columns``.
-        num_samples: N, at least 1.
-        wire: The backend's wire format.
-        allow_pickle: Unpickle object items that were pickled.
-        share_rows: Return the rows of `SharedRows` as one object each. If False, each row gets memory of its own.
-
-    Returns:
-        Field -> a dense tensor if all rows have the same shape, else one ``torch.jagged`` nested tensor with cached min
-        and max length; objects as ``NonTensorStack``. Contiguous and detached. Jagged columns of equal lengths share
-        their offsets, so that torch can combine them. With ``share_rows``, `SharedRows` become a ``NonTensorStack`` of
-        row tensors or items.
-
-    Raises:
-        BackendError: A column does not have one row per sample, or its dtype, rank or trailing shape differs from the
-            spec.
-        FrameError: The bytes are malformed.
+    Takes ownership: what needs no conversion is returned as it is. A column that was dense when it was put may come
+    back as `Ragged`. A reply that does not fit its specs raises `BackendError`, and malformed bytes `FrameError`.
     """
     decoded: dict[str, Any] = {}
     for name, column in columns.items():
@@ -460,16 +427,11 @@ def _decode_tensor(name: str, column: Any, spec: FieldSpec, num_samples: int, wi
 
 
 def cell_digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFormat) -> _Sums:
-    """A digest (`fast_digest`) of each cell, (N,) uint64.
+    """A digest (`fast_digest`) of each cell of an encoded column, (N,) uint64.
 
     On a wire of tensors they are digests of the cells' bytes in the dtype that was put, whatever their container and
     their width on the wire. A scalar of up to 8 bytes is its own digest. On a wire of bytes they are digests of the
     frames. An object that only pickle could encode has the digest of no bytes.
-
-    Args:
-        column: Encoded for the wire.
-        spec: Its spec.
-        wire: The form of the column.
     """
     if isinstance(column, SharedRows):
         digests: _Sums = cell_digests(column.rows, spec, wire)[np.asarray(column.index)]
@@ -483,15 +445,12 @@ def cell_digests(column: WireColumn | SharedRows, spec: FieldSpec, wire: WireFor
         words = np.zeros((len(column), 8), dtype=np.uint8)
         words[:, : wide.itemsize] = byte_array(wide).reshape(len(column), -1)
         return words.view("<u8").reshape(-1).astype(np.uint64, copy=False)
-    cuts = column.offsets.numpy() if isinstance(column, Ragged) else np.arange(len(column) + 1)
-    cuts = cuts * (values.numel() // max(len(values), 1))  # of elements
+    data, cuts = bytes_of(column)
     if spec.kind == "tensor" and is_narrow(values.dtype, spec.torch_dtype):
-        cells = _wide_cells(
-            values.reshape(-1).numpy(), cuts, torch.empty(0, dtype=spec.torch_dtype, device="cpu").numpy().dtype
-        )
+        wide_dtype = torch.empty(0, dtype=spec.torch_dtype, device="cpu").numpy().dtype
+        cells = _wide_cells(values.reshape(-1).numpy(), cuts // values.itemsize, wide_dtype)
     else:
-        data, places = byte_view(values.contiguous()), cuts * values.itemsize
-        cells = (data[start:stop] for start, stop in pairwise(places.tolist()))
+        cells = (data.data[start:stop] for start, stop in pairwise(cuts.tolist()))
     return np.fromiter(map(fast_digest, cells), np.uint64, len(column))
 
 

@@ -147,8 +147,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return _common_size("", self.data)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """The rows ``[start, end)``, which lie within the batch. Tensors and arrays are views. A pickled view includes
-        the whole memory behind it."""
+        """The rows ``[start, end)``. Tensors and arrays are views, and pickled with the whole memory behind them."""
         size = self.size
         if not 0 <= start <= end <= size:
             raise InvalidRequestError(f"slice: [{start}, {end}) does not lie within the {size} rows.")
@@ -229,10 +228,8 @@ class BatchedDataDict(UserDict[str, Any]):
     ) -> Any:
         """Cuts the batch into chunks, each chunk into ``shards`` equal parts, and joins the parts by position.
 
-        ``[A A B B C C D D]`` with batch_size 2 and shards 2 gives ``[A B C D]`` twice.
-
-        With dynamic batching or packing, all shards get the same number of microbatches in every chunk. Otherwise ranks
-        that communicate once per microbatch would deadlock.
+        ``[A A B B C C D D]`` with batch_size 2 and shards 2 gives ``[A B C D]`` twice. With dynamic batching or
+        packing, all shards get the same number of microbatches in every chunk.
 
         Args:
             shards: Number of shards.
@@ -406,9 +403,8 @@ class BatchedDataDict(UserDict[str, Any]):
 
         Args:
             sequence_dim: The dim of the tokens.
-            token_aligned_fields: Names of the columns to cut. Default: `token_columns`, with the lengths of
-                ``input_ids`` in this batch.
-            ragged_fields: Names of columns that the default never treats as token columns.
+            token_aligned_fields: Names of the columns to cut. Default: `token_columns`.
+            ragged_fields: Names of columns that the default never cuts.
         """
         pairs, lengths = self._planned_microbatches()
         tokens = token_columns(
@@ -533,12 +529,9 @@ def _concatenate_tensors(key: str, columns: Sequence[torch.Tensor], pad_value: f
 
 
 def join_ragged(key: str, columns: Sequence[Any | None], sizes: Sequence[int]) -> Any:
-    """Joins columns whose rows differ in their first dim, row by row, without padding: dense if all rows are equal.
-
-    A column is None of a batch whose samples have nothing there. What a batch without rows holds does not count, unless
-    no batch has rows. An array if all batches have arrays whose rows have one shape; a list of the items if a batch has
-    objects there, or no batch has a tensor or numbers; else a tensor.
-    """
+    """Joins columns whose rows differ in their first dim, row by row, without padding: into an array if all are arrays
+    whose rows have one shape; a list if one has objects, or none has numbers; else a tensor. A column is None of a
+    batch whose samples have nothing there. What a batch without rows holds counts only if none has rows."""
     filled = [(column, size) for column, size in zip(columns, sizes, strict=True) if size]
     if not filled:
         return slice_rows(key, next(column for column in columns if column is not None), 0, 0)
@@ -574,19 +567,14 @@ def _require_equal(key: str, forms: Iterable[tuple[Any, ...]]) -> None:
 
 
 class _TensorForm(NamedTuple):
-    """The facts about a tensor that the other ranks need."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     device_type: str
 
 
 def all_gather_columns(columns: Mapping[str, Any], group: Any) -> dict[str, Any]:
-    """The columns of all ranks, joined in rank order. Collective, and blocks. See `BatchedDataDict.all_gather`.
-
-    All ranks learn before the first tensor is sent if a rank cannot send its columns, or if ranks disagree. They then
-    all raise, and none waits for the others.
-    """
+    """As `BatchedDataDict.all_gather`. All ranks learn before the first tensor is sent if one cannot send its columns,
+    or if ranks disagree. They then all raise, and none waits for the others."""
     import torch.distributed as dist
 
     of_ranks: list[Any] = [None] * dist.get_world_size(group)

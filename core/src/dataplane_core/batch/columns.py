@@ -1,7 +1,6 @@
 """Columns in other forms: some of their rows, cut to the lengths of their rows, as numpy arrays, as an Arrow table.
 
-Trainers compute on padded tensors; the data plane stores each row with its own length. What cuts a column works on host
-memory (CUDA inputs are copied), returns detached tensors, and copies bytes, without an operation of torch per row.
+What cuts a column works on host memory (CUDA inputs are copied), and returns detached tensors.
 
 Shape legend: ``N`` rows, ``S`` padded length, ``L`` a row's own length.
 """
@@ -167,9 +166,7 @@ def stack_or_nest(rows: Sequence[torch.Tensor | None], what: str = "stack_or_nes
     if not like.dim() and any(row is None for row in rows):
         raise InvalidRequestError(f"{what} has scalars and None. Expected rows of rank 1 or more beside None.")
     empty = like.new_empty((0, *like.shape[1:]))
-    joined = ragged_of_rows([empty if row is None else row for row in rows], what)
-    column = joined if isinstance(joined, torch.Tensor) else dense_or_jagged(joined)
-    return column.to(like.device)
+    return dense_or_jagged(ragged_of_rows([empty if row is None else row for row in rows], what)).to(like.device)
 
 
 def check_pad_value(what: str, value: Any, dtype: torch.dtype) -> None:
@@ -223,8 +220,7 @@ def pack_jagged_fields(
     A column that is named in `schema.PER_TOKEN_FIELDS`, but has one value per sample, (N,) or (N, 1), stays too.
 
     Args:
-        fields: Columns of N rows: tensors, what `codec.inputs.as_column` makes columns of, such as lists and arrays,
-            and objects as object arrays or ``NonTensorStack``.
+        fields: Columns of N rows, of any kind that `put_samples` takes.
         lengths: N token counts; None: no column is made jagged.
         token_aligned_fields: Names of columns with one element per token on dim 1. Names that ``fields`` lacks are
             ignored, so that a declaration may cover more than one write.
@@ -278,10 +274,8 @@ def cut_columns(
 
 
 def cut_rows(what: str, column: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor | None = None) -> Ragged:
-    """The rows of a padded column, each of ``counts`` elements from ``starts`` on (None: 0).
-
-    A jagged column must have these lengths already.
-    """
+    """The rows of a padded column, each of ``counts`` elements from ``starts`` on (None: 0). A jagged one must have
+    these lengths already."""
     offsets = offsets_of(counts)
     if column.is_nested:
         rows = rows_of(column, what)

@@ -1,8 +1,7 @@
 """Which columns of a batch have an element per token, and where the tokens of each row lie in them.
 
-Reads pad token columns; first writes and microbatches cut them. Lengths alone do not tell on which side a row is
-padded. An attention mask in the batch does, and the first write notes in the meta where the tokens of each row began,
-for the columns that are written later. Without a mask, rows begin at 0.
+Lengths alone do not tell on which side a row is padded. An attention mask in the batch does, and the first write notes
+in the meta where the tokens of each row began, for the columns that are written later. Without a mask, it is 0.
 
 Shape legend: ``N`` rows, ``S`` padded sequence length, ``K`` elements of a cell.
 """
@@ -59,9 +58,6 @@ def token_columns(
         ragged_fields: Names of columns whose rows may have as many elements as tokens by chance.
         dim: The dim of the tokens.
         padded: Whether dense columns may have padding.
-
-    Returns:
-        Names, in the order of ``columns``.
     """
     named = None if token_aligned_fields is None else check_list("token_aligned_fields", token_aligned_fields)
     ragged = check_list("ragged_fields", ragged_fields)
@@ -124,13 +120,8 @@ def find_cut(
 ) -> tuple[list[str], list[int] | None]:
     """The columns of a write to cut to the tokens of their rows, and where these begin (None: all at 0).
 
-    Args:
-        columns: Columns of N rows. Only dense tensors are cut.
-        lengths: The tokens of each row. None: not known, so nothing is cut that is not declared.
-        declared: Names of the columns to cut. What is cut off them is not looked at. None: dense columns as wide as
-            ``input_ids`` (`token_columns`) that are named in `schema.PER_TOKEN_FIELDS`, or hold only padding outside
-            the rows' tokens.
-        began: Where the tokens of each row begin if ``columns`` have no attention mask. None: at 0.
+    ``lengths``, of tokens: None if not known. ``declared``: names of the columns to cut, whatever is cut off them;
+    None: what `kv_first_write` says. ``began``: where tokens begin if there is no attention mask.
     """
     named = [name for name in columns if name in (declared or ()) and not is_per_sample(name, columns[name])]
     if not lengths:
@@ -153,10 +144,8 @@ def find_cut(
 
 
 def _starts_of_mask(where: str, mask: Any, counts: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """The place of each row's first token by an attention mask (N, S). None: there is no such mask.
-
-    A mask may leave out tokens of a right-padded row.
-    """
+    """The place of each row's first token by an attention mask (N, S), if there is one. It may leave out tokens of a
+    right-padded row."""
     if not isinstance(mask, torch.Tensor) or mask.is_nested or mask.dim() != 2 or len(mask) != len(counts):
         return None
     host = host_tensor(mask, ATTENTION_MASK_FIELD)
@@ -223,11 +212,8 @@ def _padded_columns(
 def _is_padded(
     where: str, name: str, column: torch.Tensor, counts: NDArray[np.int64], starts: NDArray[np.int64] | None
 ) -> bool:
-    """Whether a column that is as wide as the tokens holds only padding outside of them.
-
-    Padding is zeros. If tokens begin at other places than 0, it may also be one value for each row; and a column with
-    anything else is refused, since its cells would no longer be beside their tokens.
-    """
+    """Whether a column that is as wide as the tokens holds only padding outside of them: zeros. If not all tokens begin
+    at 0, it may be one value for each row, and anything else is refused: it would not stay beside its tokens."""
     cells = _cells(column)
     places = np.arange(cells.shape[1])
     firsts = np.zeros_like(counts) if starts is None else starts
@@ -248,10 +234,8 @@ def _is_padded(
 
 
 def _warn_of_tokens_cut_off(where: str, ids: Any, counts: NDArray[np.int64]) -> None:
-    """Warns, once in a process, if what follows the tokens of a row does not look like padding.
-
-    Padding is one value for each row, and rows do not all begin with zeros that their ends lack.
-    """
+    """Warns, once in a process, if what follows tokens does not look like padding: that is one value for each row, and
+    rows do not all begin with zeros that their ends lack."""
     global _has_warned
     if _has_warned or not isinstance(ids, torch.Tensor) or ids.is_nested or ids.dim() < 2:
         return

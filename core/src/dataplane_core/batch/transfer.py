@@ -1,7 +1,4 @@
-"""Writes batches to the data plane and reads them back, message logs too.
-
-Trainers use right-padded tensors; the data plane stores each row with its own length. These functions cut the padding
-when they write, and pad when they read, so that trainers need not handle jagged tensors.
+"""Writes batches to the data plane, without their padding, and reads them back, padded; message logs too.
 
 A message log is a list of turns, ``{"role": "user", "content": "...", "token_ids": tensor}``. The tokens of its turns,
 one after the other, are the row of ``input_ids``. So only lengths, roles and contents of the turns are stored beside
@@ -83,10 +80,8 @@ def read_columns(
     Padded rows begin at 0, also if they were written with padding on the left. ``meta.token_starts`` is then set to
     None, so that `write_columns` cuts what was computed from the batch as the batch is.
 
-    Only token columns are padded, all to one width. Every other column comes back as it was written: jagged if its rows
-    differ in length, such as the patches of a sample's images, else dense. A dense column that is at least as wide as
-    the longest sample counts as a token column, such as ``position_ids`` that were written with their padding. If it is
-    something else, name it in ``ragged_fields``.
+    Only token columns are padded, all to one width: by `token_columns`, with ``padded``. Every other column comes back
+    as it was written: jagged if its rows differ in length, such as the patches of a sample's images, else dense.
 
     Args:
         client: An open client.
@@ -97,9 +92,9 @@ def read_columns(
         pad_to_seqlen: The least padded length in tokens. Default: ``extra_info[GLOBAL_FORWARD_PAD_SEQLEN]``, else none.
             Columns are padded to the larger of this and the longest row, rounded up to a multiple of
             ``extra_info[PAD_TO_MULTIPLE]``.
-        token_aligned_fields: Names of the token columns. Default: `token_columns`, with ``meta.sequence_lengths``, else
-            the column ``input_lengths`` or ``input_ids``, as the lengths.
-        ragged_fields: Names of columns that the default never treats as token columns, so that they keep their width.
+        token_aligned_fields: Names of the token columns. Default: by ``meta.sequence_lengths``, else by the column
+            ``input_lengths`` or ``input_ids``.
+        ragged_fields: Names of columns that the default never pads.
         message_logs: Also read the columns of `split_message_logs` and ``input_ids``, and `add_message_logs`.
 
     Returns:
@@ -149,11 +144,8 @@ def pad_columns(
 ) -> BatchedDataDict:
     """Right-pads the token columns of a batch that was read jagged, in place, as `read_columns` does for ``padded``.
 
-    As there, ``meta.token_starts`` is set to None. Each jagged column is dropped as soon as it is padded. The arguments
-    are those of `read_columns`, with the meta that the batch was read with. Returns ``batch``.
-
-    Raises:
-        InvalidRequestError: A pad value does not fit a column's dtype.
+    Arguments and errors are those of `read_columns`, with the meta that the batch was read with, whose ``token_starts``
+    become None. Each jagged column is dropped as soon as it is padded. Returns ``batch``.
     """
     check_meta("pad_columns: meta", meta)
     if pad_to_seqlen is None:
@@ -191,10 +183,9 @@ def materialize(
 
     Args:
         td: Columns of N rows.
-        layout: ``padded``: jagged columns are right-padded to their longest row, and every column of two dims or more
-            to ``pad_to_seqlen`` if that is larger. ``jagged``: tensors stay as they are.
+        layout: ``padded``: jagged columns are right-padded to their longest row. ``jagged``: tensors stay as they are.
         pad_value_dict: Field -> pad value. Default: 0.
-        pad_to_seqlen: The padded length in elements of dim 1; 0: as long as the longest row.
+        pad_to_seqlen: The least padded length in elements of dim 1.
         token_aligned_fields: Pad only these to ``pad_to_seqlen``. Default: every column of two dims or more, since a
             dense column does not tell a sequence from a feature dim.
 
@@ -256,17 +247,15 @@ def write_columns(
         fields: N rows, of any kind that `put_samples` takes. Tensors may be padded beyond the longest row.
         token_aligned_fields: Names of columns with one element per token on dim 1; only these are cut to
             ``meta.sequence_lengths`` and written as jagged: from ``meta.token_starts`` on, or by the column
-            ``attention_mask`` where ``fields`` have one. Names that ``fields`` lacks are ignored, and so are those of
-            `schema.PER_TOKEN_FIELDS` with one value per sample. Default: what `kv_first_write` cuts, if the meta has
-            lengths.
+            ``attention_mask`` where ``fields`` have one. Names are ignored as by `pack_jagged_fields`. Default: what
+            `kv_first_write` cuts, if the meta has lengths.
 
     Returns:
         A copy of the meta whose fields also name the written ones. Without ``fields``, nothing is written.
 
     Raises:
-        InvalidRequestError: Sizes do not fit, columns are token-aligned but the meta has no lengths, or ids repeat.
+        InvalidRequestError: Sizes do not fit, or columns are token-aligned but the meta has no lengths.
         InvalidTypeError: A column is neither a tensor nor one object per row.
-        SchemaMismatchError: A field changes kind, dtype, rank or trailing shape.
     """
     check_meta("write_columns: meta", meta)
     where = f"write_columns('{meta.partition_id}', {meta.size} samples)"
@@ -376,11 +365,8 @@ def _cut(
     lacks: str,
     began: Sequence[int] | None = None,
 ) -> tuple[Columns, list[int] | None]:
-    """The columns of a write as they are stored, and where the tokens of each row begin (None: at 0).
-
-    ``where`` is the call, and ``lacks`` what says the lengths and was not there, for messages; the others are as for
-    `find_cut`.
-    """
+    """The columns of a write as they are stored, and where the tokens of each row begin (None: at 0): by `find_cut`.
+    ``lacks``: for messages, that there are no lengths."""
     if declared is not None:
         declared = check_list(f"{where}: token_aligned_fields", declared)
     plain = tensor_columns(columns)

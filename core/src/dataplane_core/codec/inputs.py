@@ -197,9 +197,7 @@ def column_of_arrow(what: str, column: Any, metadata: Any = None) -> Any:
     if not isinstance(arrays, tuple):
         return _column(what, arrays)
     cells, lengths = arrays
-    return dense_or_ragged(
-        Ragged(_tensor_of(what, cells), offsets_of(torch.tensor(lengths, dtype=torch.int64, device="cpu")))
-    )
+    return dense_or_ragged(Ragged(_tensor_of(what, cells), offsets_of(torch.tensor(lengths, device="cpu"))))
 
 
 # --- lists and arrays -------------------------------------------------------------------------------------------------
@@ -220,7 +218,7 @@ def column_of_list(what: str, items: Sequence[Any]) -> Any:
             inner = set(map(type, chain.from_iterable(items)))
         if inner and inner <= _NUMBERS:
             values = torch.from_numpy(_numbers(what, list(chain.from_iterable(items)), inner))
-            return dense_or_ragged(Ragged(values, _offsets(items)))
+            return dense_or_ragged(Ragged(values, offsets_of(list(map(len, items)))))
         if not inner:
             return EmptyLists(items)
     if kinds and all(issubclass(kind, _TENSORS) for kind in kinds):
@@ -240,7 +238,7 @@ def list_as(items: Sequence[Any], spec: FieldSpec) -> Any:
     if not kinds <= _LISTS or spec.rank > 1:
         return None
     values = _tensor_as(_plain(chain.from_iterable(items)), spec)
-    return None if values is None else dense_or_ragged(Ragged(values, _offsets(items)))
+    return None if values is None else dense_or_ragged(Ragged(values, offsets_of(list(map(len, items)))))
 
 
 def misfit_of(items: Sequence[Any], spec: FieldSpec) -> str:
@@ -264,10 +262,6 @@ def _tensor_as(numbers: Sequence[Any], spec: FieldSpec) -> torch.Tensor | None:
     whole = torch.tensor([type(number) is int for number in numbers], dtype=torch.bool, device="cpu")
     lost = (back != exact) & (whole | exact.isfinite() & ~back.isfinite())
     return None if lost.any() else held
-
-
-def _offsets(lists: Sequence[Any]) -> torch.Tensor:
-    return offsets_of(torch.tensor(list(map(len, lists)), dtype=torch.int64, device="cpu"))
 
 
 def column_of_array(what: str, array: np.ndarray[Any, Any]) -> Any:
@@ -341,8 +335,7 @@ def _column_of_tensors(what: str, items: Sequence[Any]) -> torch.Tensor | Ragged
     # `torch.Tensor.nbytes` raises for some that are not carried
     if sum(row.numel() * row.element_size() for row in rows) >= LARGE_CELL_BYTES * len(rows):
         return rows  # in their own memory, to find equal ones
-    joined = rows.joined(what)
-    return dense_or_ragged(joined) if isinstance(joined, Ragged) else joined
+    return dense_or_ragged(rows.joined(what))
 
 
 def _tensor_of(what: str, array: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -66,9 +66,8 @@ class TensorRows(list[torch.Tensor]):
 class Columns(dict[str, Any]):
     """Columns that the codec takes: tensors, `Ragged`, `TensorRows`, `EmptyLists`, and object columns.
 
-    Attributes:
-        lists: The columns that were lists, as they were: a field may be known to hold another type than they became.
-        ints: The columns whose ints leave their field open: floats may follow. See `FieldSpec.of_ints`.
+    ``lists``: those that were lists, as they were: a field may be known to hold another type than they became.
+    ``ints``: those whose ints leave their field open: floats may follow. See `FieldSpec.of_ints`.
     """
 
     def __init__(
@@ -269,11 +268,9 @@ def merge_pieces(
 ) -> WireColumn:
     """The column of a read, in new memory: dense if all rows have one shape and were stored so.
 
-    Args:
-        pieces: At least one. Their positions together are 0 to n - 1.
-        dtype: The dtype of the result. Integer columns may be narrower (`WireFormat.narrow`). None: that of the first.
-        copies: Gets the copies that are left to the caller, who can then make those of all columns at once. The column
-            has undefined values until then. None: this function makes them.
+    Of one piece or more, whose positions together are 0 to n - 1. ``dtype``: that of the field, where integer columns
+    may be narrower. ``copies`` gets the copies that are left to the caller, who can then make those of all columns at
+    once. The column has undefined values until then.
     """
     first, rows, positions = pieces[0]
     count = len(rows)
@@ -309,19 +306,18 @@ def _merge_items(pieces: Sequence[Piece]) -> list[object]:
 
 
 def _merge_dense(like: torch.Tensor, pieces: Sequence[Piece], dtype: torch.dtype, copies: list[Copy]) -> torch.Tensor:
-    shape = like.shape[1:]
+    shape, step = like.shape[1:], math.prod(like.shape[1:])
     merged = empty_tensor((sum(len(piece.rows) for piece in pieces), *shape), dtype)
     for column, rows, positions in pieces:
         assert isinstance(column, torch.Tensor)
         runs = _runs(rows, positions)
-        if dtype.itemsize * math.prod(shape) * len(rows) < _LEAST_RUN_BYTES * len(runs) and len(runs) > 1:
+        if dtype.itemsize * step * len(rows) < _LEAST_RUN_BYTES * len(runs) and len(runs) > 1:
             picked = carrier(column).index_select(0, torch.as_tensor(rows, device="cpu"))
             if column.dtype != dtype:
                 picked = picked.view(column.dtype).to(dtype)
             carrier(merged).index_copy_(0, torch.as_tensor(positions, device="cpu"), picked)
             continue
-        source, target, unit = _arrays(column, merged)
-        step = unit * math.prod(shape)
+        target, source = _arrays(merged, column)
         for row, position, count in runs:
             begin, end = position * step, (position + count) * step
             copies.append((target[begin:end], source[row * step : (row + count) * step]))
@@ -335,8 +331,7 @@ def _merge_ragged(pieces: Sequence[Piece], is_run: bool, dtype: torch.dtype | No
         cuts = first.offsets.numpy()[rows[0] : rows[0] + len(rows) + 1]
         values = first.values[cuts[0] : cuts[-1]]
         merged = empty_tensor(values.shape, dtype or values.dtype)
-        source, target, _ = _arrays(values, merged)
-        copies.append((target, source))
+        copies.append(_arrays(merged, values))
         return Ragged(merged, torch.from_numpy(cuts - cuts[0]))
     lengths = torch.empty(sum(len(rows) for _, rows, _ in ragged), dtype=torch.int64, device="cpu")
     for column, rows, positions in ragged:
@@ -344,22 +339,21 @@ def _merge_ragged(pieces: Sequence[Piece], is_run: bool, dtype: torch.dtype | No
     offsets = offsets_of(lengths)
     like = first.values
     merged = empty_tensor((int(offsets[-1]), *like.shape[1:]), dtype or like.dtype)
+    step = math.prod(like.shape[1:])
+    ends = (offsets * step).tolist()
     for column, rows, positions in ragged:
-        source, target, unit = _arrays(column.values, merged)
-        step = unit * math.prod(like.shape[1:])
-        ends = (offsets * step).tolist()
+        target, source = _arrays(merged, column.values)
         for row, position, count in _runs(rows, positions):
             begin, end = column.offsets[row].item() * step, column.offsets[row + count].item() * step
             copies.append((target[ends[position] : ends[position + count]], source[begin:end]))
     return Ragged(merged, offsets)
 
 
-def _arrays(source: torch.Tensor, target: torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], int]:
-    """Both as flat arrays, between which numpy copies: as bytes, or as integers of different dtypes. And how many items
-    of the arrays an element is."""
+def _arrays(target: torch.Tensor, source: torch.Tensor) -> Copy:
+    """Both as flat arrays of an item for each element, between which numpy copies."""
     if source.dtype == target.dtype:
-        return byte_array(source), byte_array(target), source.dtype.itemsize
-    return source.reshape(-1).numpy(), target.reshape(-1).numpy(), 1
+        target, source = carrier(target), carrier(source)  # numpy lacks some dtypes
+    return target.reshape(-1).numpy(), source.reshape(-1).numpy()
 
 
 def _runs(rows: Sequence[int], positions: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -173,25 +173,21 @@ def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Te
     plain: Sequence[torch.Tensor] = rows
     if {(type(row), row.device.type, row.layout, row.is_nested) for row in rows} != _PLAIN:
         plain = [host_tensor(row, what) for row in rows]
-    first = plain[0]
-    if len({(row.dtype, row.dim(), row.shape[1:]) for row in plain}) > 1:
-        number, other = next(
-            (number, row)
-            for number, row in enumerate(plain)
-            if (row.dtype, row.dim(), row.shape[1:]) != (first.dtype, first.dim(), first.shape[1:])
-        )
+    first, forms = plain[0], [(row.dtype, row.dim(), row.shape[1:]) for row in plain]
+    if len(set(forms)) > 1:
+        number = next(number for number, form in enumerate(forms) if form != forms[0])
         raise SchemaMismatchError(
             f"{what} has rows that do not fit one column: row 0 is {_describe(first)}, row {number} is "
-            f"{_describe(other)}. Expected one dtype and rank; only the first dim of a row may differ."
+            f"{_describe(plain[number])}. Expected one dtype and rank; only the first dim of a row may differ."
         )
     host_tensor(first, what)  # refuses dtypes that are not carried
     with torch.no_grad():
         if first.dim() == 0:
             return host_tensor(torch.stack(list(plain)), what)
-        lengths = torch.tensor([row.shape[0] for row in plain], dtype=torch.int64, device="cpu")
-        joined = empty_tensor((int(lengths.sum()), *first.shape[1:]), first.dtype)
+        offsets = offsets_of([row.shape[0] for row in plain])
+        joined = empty_tensor((int(offsets[-1]), *first.shape[1:]), first.dtype)
         torch.cat(list(plain), out=joined)
-    return Ragged(joined, offsets_of(lengths))
+    return Ragged(joined, offsets)
 
 
 _PLAIN: Final = {(torch.Tensor, "cpu", torch.strided, False)}
@@ -204,10 +200,10 @@ def _describe(tensor: torch.Tensor) -> str:
 # --- rows end to end --------------------------------------------------------------------------------------------------
 
 
-def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+def offsets_of(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
     """The (N + 1,) int64 offsets of rows of these lengths."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device="cpu")
-    torch.cumsum(lengths, 0, out=offsets[1:])
+    torch.cumsum(torch.as_tensor(lengths, dtype=torch.int64, device="cpu"), 0, out=offsets[1:])
     return offsets
 
 
@@ -275,13 +271,13 @@ def to_nested(ragged: Ragged, bounds: tuple[int, int] | None = None) -> torch.Te
     return NestedTensor(ragged.values, ragged.offsets, _metadata_cache=kept)
 
 
-def dense_or_ragged(rows: Ragged) -> torch.Tensor | Ragged:
+def dense_or_ragged(rows: Ragged | torch.Tensor) -> torch.Tensor | Ragged:
     """Rows as a column: a dense tensor, which aliases them, if all have the same shape."""
-    dense = rows.dense()
+    dense = rows.dense() if isinstance(rows, Ragged) else rows
     return rows if dense is None else dense
 
 
-def dense_or_jagged(rows: Ragged) -> torch.Tensor:
+def dense_or_jagged(rows: Ragged | torch.Tensor) -> torch.Tensor:
     """Rows as one tensor, which aliases them: dense if all have the same shape, else jagged."""
     column = dense_or_ragged(rows)
     return to_nested(column) if isinstance(column, Ragged) else column

@@ -105,23 +105,13 @@ def encode_columns(
     narrow: bool | Mapping[str, bool] = True,
     share_above: int | Mapping[str, int | None] | None = LARGE_CELL_BYTES,
 ) -> tuple[dict[str, WireColumn | SharedRows], dict[str, FieldSpec]]:
-    """Converts a batch to the form that a backend's hooks take. Refuses what the contract says of a put.
+    """Converts columns, as `as_columns` makes them, to the form that a backend's hooks take; also returns the specs of
+    the cells before that. Refuses what the contract says of a put. The options are those of the config.
 
-    Args:
-        fields: Columns as `as_columns` makes them.
-        num_samples: N.
-        wire: The backend's wire format.
-        allow_pickle: Accept object items outside the closed set.
-        narrow: Whether integers are sent narrower, on wires that take them so. Per field, or for all; a field that is
-            not named is.
-        share_above: Equal cells of a column are sent once if its cells have at least so many bytes on average. None:
-            never. For all, or per field; a field that is not named has the default.
-
-    Returns:
-        Field -> column, contiguous and detached; and field -> spec of the cells before the conversion. A column of
-        large cells is `SharedRows` if some of them are equal, or if the store keeps them by content. Tensors that need
-        no conversion alias the caller's memory, and native object items are the caller's objects: a backend that keeps
-        them must copy them (`copy_item`). Frames, which may be views of one buffer, and encoded objects are new memory.
+    A column of large cells is `SharedRows` if some of them are equal, or if the store keeps them by content. Tensors
+    that need no conversion alias the caller's memory, and native object items are the caller's objects: a backend that
+    keeps them must copy them (`copy_item`). Frames, which may be views of one buffer, and encoded objects are new
+    memory.
     """
     columns: dict[str, WireColumn | SharedRows] = {}
     specs: dict[str, FieldSpec] = {}
@@ -131,11 +121,12 @@ def encode_columns(
         least = least if wire.shared_rows else None
         if isinstance(leaf, (torch.Tensor, Ragged, TensorRows)):
             rows, same = _ingest(name, leaf, num_samples, least)
-            spec = _spec_of(rows)
-            is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(_values(rows))
-            specs[name] = FieldSpec.of_ints(spec.rank) if is_open else spec
+            values, shape = (rows.values, rows.values.shape) if isinstance(rows, Ragged) else (rows, rows.shape[1:])
+            is_open = isinstance(fields, Columns) and name in fields.ints and _are_ints_for_floats(values)
+            specs[name] = FieldSpec.of_ints(len(shape)) if is_open else FieldSpec.of_cells(values.dtype, tuple(shape))
             if (wire.bytes or wire.narrow) and (narrow if isinstance(narrow, bool) else narrow.get(name, True)):
-                rows = _mapped(rows, narrowed)
+                values = narrowed(values)
+                rows = Ragged(values, rows.offsets) if isinstance(rows, Ragged) else values
             columns[name] = _sent(rows, specs[name], same, wire, least)
         elif isinstance(leaf, EmptyLists):
             _check_rows(name, len(leaf), num_samples)
@@ -292,7 +283,7 @@ def _encode_objects(
 def _encoded_items(items: Sequence[Any], name: str, allow_pickle: bool) -> Ragged:
     """Items as uint8 rows."""
     encoded = encode_items(items, name, allow_pickle=allow_pickle)
-    offsets = offsets_of(torch.tensor(list(map(len, encoded)), dtype=torch.int64, device="cpu"))
+    offsets = offsets_of(list(map(len, encoded)))
     return Ragged(join_bytes(encoded, torch.uint8, (int(offsets[-1]),)), offsets)
 
 

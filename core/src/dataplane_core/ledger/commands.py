@@ -53,22 +53,14 @@ PROBE_BYTES: Final = 8
 
 
 class Write(Frozen, frozen=True):
-    """One write of a put: fields whose payload is stored together.
+    """One write of a put: fields whose payload is stored together."""
 
-    Attributes:
-        fields: In the order of their slots.
-        row_bytes: Of each row that is stored.
-        positions: The row that each sample has; each is that of some sample. None: row i.
-        digests: Of one field that is kept by content: of each row that is stored. Rows of a put with the same probe are
-            equal.
-        known: Of such a field: rows of other puts with equal cells, which are numbered after these.
-    """
-
-    fields: Annotated[Sequence[str], Meta(min_length=1)]
-    row_bytes: Sequence[_Bytes]
-    positions: Sequence[Index] | None = None
+    fields: Annotated[Sequence[str], Meta(min_length=1)]  # in the order of their slots
+    row_bytes: Sequence[_Bytes]  # of each row that is stored
+    positions: Sequence[Index] | None = None  # the row that each sample has; each is that of some sample. None: row i
+    # of one field that is kept by content: of each row that is stored. Rows of a put with the same probe are equal
     digests: Sequence[Digest] = ()
-    known: Sequence[Ref] = ()
+    known: Sequence[Ref] = ()  # of such a field: rows of other puts with equal cells, which are numbered after these
 
     @property
     def by_content(self) -> bool:
@@ -87,23 +79,17 @@ class BeginPut(Frozen, Command[int], frozen=True):
     Also raises `AlreadyDoneError`: a put of the same ``request_id`` is committed; `ContentGoneError`: a row that the
     put names is gone, or there is one with a probe of the put. The rows that it names stay until it ends. Other
     attributes are as in `PutRequest`.
-
-    Attributes:
-        writes: Its writes: each field is in one of them.
-        write_id: The id of the put's first write, drawn at random. None: the ledger takes its next number.
-        ticket: The id of the put in the queue for room (`WaitForRoom`). None: it does not queue.
-        ttl_s: Seconds after which the put, if not committed, counts as abandoned.
     """
 
     op = "begin_put"
     partition_id: Name
     sample_ids: Sequence[str]
     specs: Mapping[str, FieldSpec]
-    writes: Sequence[Write]
+    writes: Sequence[Write]  # each field is in one of them
     tags: Sequence[Mapping[str, TagValue]] | None = None
-    write_id: Index | None = None
-    ticket: str | None = None
-    ttl_s: Seconds = 0.0
+    write_id: Index | None = None  # of its first write, drawn at random. None: the ledger takes its next number
+    ticket: str | None = None  # in the queue for room (`WaitForRoom`). None: it does not queue
+    ttl_s: Seconds = 0.0  # after so many seconds, if not committed, it counts as abandoned
     request_id: RequestId | None = None
     strings: Mapping[str, Sequence[str] | None] = {}
     strict: bool = False
@@ -111,7 +97,6 @@ class BeginPut(Frozen, Command[int], frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the whole payload."""
         return sum(sum(write.row_bytes) for write in self.writes)
 
     @property
@@ -177,13 +162,8 @@ class CommitPut(Frozen, Command[list[Ref]], frozen=True):
     """Makes a begun put visible: its cells and tags at once. Reply: the refs that are now free: those that it replaced,
     and its own rows with content that another put committed since `BeginPut`, or that it has twice.
 
-    Raises:
-        StalePartitionError: The partition or one of the samples was cleared since `BeginPut`, or the put was abandoned.
-            Nothing is visible, and the put's own refs are free.
-        SchemaMismatchError, InvalidRequestError, UnsupportedOperationError: A put that committed since `BeginPut` fixed
-            another schema, filled the group, or wrote the cells. Nothing is visible, and the put's refs are free.
-        AlreadyDoneError: A put with the same request id committed since `BeginPut`. The put's refs are free.
-        ContentGoneError: As of `BeginPut`. Nothing is visible, and the put's refs are free.
+    Raises `StalePartitionError` if the partition or one of the samples was cleared since `BeginPut`, or the put was
+    abandoned; else as `BeginPut`, for what was committed since. Nothing is visible then, and the put's refs are free.
     """
 
     op = "commit_put"
@@ -237,12 +217,7 @@ class Located(Frozen, frozen=True):
 
 
 class Locate(Frozen, Command[Located], frozen=True):
-    """Finds the payload of a read. Reply: where it is.
-
-    Raises:
-        UnknownPartitionError: Not registered.
-        MissingDataError: A sample does not exist, or a cell is not yet produced.
-    """
+    """Finds the payload of a read. Raises `MissingDataError` if a sample or a cell of it is not there."""
 
     op = "locate"
     reads = True

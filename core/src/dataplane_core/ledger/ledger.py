@@ -1,24 +1,21 @@
 """The control plane as one pure state machine: which cells exist, which task holds which samples, tags, bytes held.
 
-Plain Python with no I/O, no locks and no clock. Time is an argument; the host may use any clock, but always the same
-one. A host applies one command at a time. The ledger never iterates over a set of strings, so the same commands in the
-same order give the same state in every process.
+It has no I/O, no locks and no clock: time is an argument, always of the same clock. It never iterates over a set of
+strings, so the same commands in the same order give the same state in every process.
 
-The ledger does not see payload. A put has one **write** or more, each with some of its fields. The ref ``(write_id,
-pos)`` names the payload of row ``pos`` of a write. Samples with equal cells may share a row of a write; its payload is
-then freed with the last of them. A write that is kept **by content** has a digest of each row: samples of later puts,
-in any partition, may name such a row, and need not bring it. Of two puts that bring the same digest, the second gets
-the row of the first. A probe does not tell whether rows are equal, so there the second is refused, and is to ask again.
+A put has one **write** or more, each with some of its fields. The ref ``(write_id, pos)`` names the payload of row
+``pos`` of a write, which samples with equal cells may share. A write that is kept **by content** has a digest of each
+row: samples of later puts, in any partition, may name such a row, and need not bring it. Of two puts that bring the
+same digest, the second gets the row of the first. A probe does not tell whether rows are equal, so there the second is
+refused, and is to ask again.
 
 Write ids are integers that are never used again, spaced so that ``write_id + pos`` is unique too. Callers draw the
 epochs of registrations, lease tokens and write ids at random, since a counter in the ledger would start again if the
 ledger's state were lost. The ledger may number the writes itself only if its state and the payload are always lost
 together.
 
-A put has two steps. `BeginPut` validates the put and reserves its bytes. The host then stores the payload. `CommitPut`
-validates again what may have changed since, and makes the rows visible. A ref that no row uses any longer is returned
-to the host. The ledger keeps it until `Collected` says that the host deleted its payload, so nothing leaks if the host
-dies in between.
+A ref that no row uses any longer is returned to the host. The ledger keeps it until `Collected` says that the host
+deleted its payload, so nothing leaks if the host dies in between.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ def slots_of(fields: tuple[str, ...]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class LiveWrite:
-    """A write of a committed put, kept while a sample still refers to its payload."""
+    """A write of a committed put, kept while a sample refers to its payload."""
 
     slots: dict[str, int]  # field -> its index among those of the write; shared, never changed
     row_bytes: list[int]
@@ -78,8 +75,6 @@ class LiveWrite:
 
 @dataclass(slots=True)
 class Pending:
-    """A put that is begun and not yet committed."""
-
     put: commands.BeginPut
     epoch: str  # that of the registration when it began
     seqs: dict[str, int]  # of its rows that were there then: id -> `Row.seq`
@@ -88,16 +83,7 @@ class Pending:
 
 
 class Ledger:
-    """The state of one store.
-
-    Args:
-        capacity_bytes: Limit for the payload bytes held and reserved, or None.
-        overwrite: Whether a put may replace cells that are already produced.
-
-    Attributes:
-        held_bytes: The payload bytes held and reserved.
-        room: The puts that wait for room.
-    """
+    """The state of one store. ``overwrite``: whether a put may replace cells."""
 
     def __init__(self, *, capacity_bytes: int | None = None, overwrite: bool = True) -> None:
         self._capacity_bytes = capacity_bytes
@@ -107,17 +93,15 @@ class Ledger:
         self._writes: dict[int, LiveWrite] = {}
         self._content: dict[bytes, Ref] = {}  # digest -> the row that has it, if it is kept by content
         self._garbage: dict[Ref, int | None] = {}  # ref -> the first write of its put, if it was abandoned
-        self.held_bytes = 0
+        self.held_bytes = 0  # and reserved, of payload
         self.room = RoomQueue()
         self._done = DoneRequests()
         self._next_write = 1
         self._next_seq = 1
 
     def apply(self, command: Command[Reply], now: float) -> Reply:
-        """Runs a command at the time ``now`` in seconds. Reply and errors are those of the command.
-
-        A command that is cut off, as by a signal handler that raises, leaves half of what it does: see `LedgerThread`.
-        """
+        """Runs a command at the time ``now`` in seconds. One that is cut off, as by a signal handler that raises,
+        leaves half of what it does: see `LedgerThread`."""
         run = getattr(self, f"_{getattr(command, 'op', '')}", None)
         if run is None:
             raise TypeError(f"the ledger knows no command {type(command).__name__!r}")
@@ -201,11 +185,7 @@ class Ledger:
         return None
 
     def partition(self, partition_id: str) -> Partition:
-        """A registered partition.
-
-        Raises:
-            UnknownPartitionError: It is not.
-        """
+        """A registered partition, else `UnknownPartitionError`."""
         partition = self._partitions.get(partition_id)
         if partition is None:
             raise UnknownPartitionError(

@@ -45,6 +45,7 @@ from dataplane_core.ledger.rows import (
     fitting,
     group_of,
     hold_rows,
+    join,
     packed_positions,
     ranks_of,
     shares,
@@ -77,8 +78,6 @@ class _Change:
 
 
 class _Outcome(NamedTuple):
-    """What a claim would get."""
-
     ready: ReadySet  # the claimables that the task may be given
     num_claimables: int  # how many of them the claim can hand out
     hands_out: bool  # whether it hands them out
@@ -122,7 +121,7 @@ class Partition:
                 self._count_hold(row, task_name, hold)
 
     def extend(self, command: commands.RegisterRequest) -> None:
-        """Adds what a further registration names to this one. Refuses another group size, and what does not fit."""
+        """Adds what a further registration names. Refuses what does not fit."""
         info = self.info
         added = {name: FieldSpec.from_text(text) for name, text in command.declared.items()}
         for name, spec in added.items():
@@ -132,16 +131,13 @@ class Partition:
                     f"register_partition('{self.partition_id}') refused: field '{name}' is declared as "
                     f"{spec.describe()}. The partition that is kept has {kept.describe()}. Nothing was changed."
                 )
-        if command.grpo_group_size != info.grpo_group_size:
-            raise InvalidRequestError(
-                f"register_partition('{self.partition_id}') refused: grpo_group_size is {command.grpo_group_size}. The "
-                f"partition that is kept has {info.grpo_group_size}. Nothing was changed."
-            )
-        if command.rollouts != info.rollouts:
-            raise InvalidRequestError(
-                f"register_partition('{self.partition_id}') refused: rollouts is {command.rollouts}. The partition "
-                f"that is kept has {info.rollouts}. Nothing was changed."
-            )
+        for option in ("grpo_group_size", "rollouts"):
+            wanted, has = getattr(command, option), getattr(info, option)
+            if wanted != has:
+                raise InvalidRequestError(
+                    f"register_partition('{self.partition_id}') refused: {option} is {wanted}. The partition that is "
+                    f"kept has {has}. Nothing was changed."
+                )
         fresh = {name: text for name, text in command.declared.items() if name not in self.declared}
         extended = info.extended(command.fields, command.consumer_tasks, command.enums, fresh)
         if max(map(len, extended.enums.values()), default=0) > MOST_WORDS:
@@ -161,7 +157,6 @@ class Partition:
             self.info = structs.replace(extended, num_samples=max(command.num_samples, len(self.rows)))
 
     def add_task(self, task_name: str) -> None:
-        """Adds a task, unless it is there."""
         if task_name not in self.tasks:
             self.tasks[task_name] = Task()
             self.info = self.info.extended((), (task_name,), {})
@@ -228,8 +223,7 @@ class Partition:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def check_put(self, put: commands.BeginPut, overwrite: bool) -> None:
-        """Refuses a put whose cells do not fit, with more samples than were registered, or with more members of a group
-        than it has; and one that replaces cells, unless ``overwrite``."""
+        """Refuses a put that does not fit the registration, or that replaces cells, unless ``overwrite``."""
         self._check_fields(put)
         sample_ids, num_samples = put.sample_ids, self.info.num_samples
         if num_samples is not None and len(self.seen) + len(sample_ids) > num_samples:
@@ -249,27 +243,16 @@ class Partition:
                     f"put_samples('{self.partition_id}') refused: field '{field_name}' of sample '{row.sample_id}' is "
                     "already written, and this backend does not declare 'overwrite'. Nothing was written."
                 )
-        if self.info.rollouts:
-            self._check_rollouts(put)
-            return
-        if self.info.grpo_group_size is None:
-            return
-        for name, num_new in Counter([group_of(name) for name in sample_ids if name not in self.rows]).items():
-            count = num_new + (len(self.groups[name].members) if name in self.groups else 0)
-            if count > self.group_size:
-                raise InvalidRequestError(
-                    f"put_samples('{self.partition_id}') refused: group '{name}' would have {count} members. "
-                    f"Expected at most {self.group_size}, the partition's group size. Nothing was written."
-                )
+        if self.info.is_grouped:
+            self._check_groups(put)
 
-    def _check_rollouts(self, put: commands.BeginPut) -> None:
+    def _check_groups(self, put: commands.BeginPut) -> None:
         tags = put.tags or [NO_TAGS] * len(put.sample_ids)
         by_group: dict[str, dict[str, Mapping[str, TagValue]]] = {}
         for sample_id, row_tags in zip(put.sample_ids, tags, strict=True):
             by_group.setdefault(group_of(sample_id), {})[sample_id] = row_tags
         for name, rows in by_group.items():
             group = self.groups.get(name) or self._new_group(name, 0)
-            assert isinstance(group, RolloutGroup)
             group.check_put(name, rows, f"put_samples('{self.partition_id}')")
 
     def write_rows(
@@ -280,11 +263,8 @@ class Partition:
         now: float,
         by_content: Mapping[int, Sequence[Ref]],
     ) -> list[Ref]:
-        """Makes the cells of all rows of a put produced, with their tags. Creates rows that do not exist, which are
-        numbered from ``seq`` on. Tags are merged into those of a row. Returns refs that no cell uses any longer.
-
-        ``by_content``: for writes that are kept by content, the row of each sample, which may be that of another put.
-        """
+        """Makes cells and tags of a put visible. Rows that do not exist are numbered from ``seq`` on. Returns refs that
+        no cell uses any longer. ``by_content``: of such writes, the row of each sample, which may be of another put."""
         freed: list[Ref] = []
         # worked out once for all rows that are alike: the same cells before (None: new ones), and the same writes now
         changes: dict[Any, _Change] = {}
@@ -354,7 +334,9 @@ class Partition:
         had = NO_CELLS if before is None else before
         cells, joint = had, None
         if ids:
-            cells, joint = had.joined([(one, tuple(write.fields)) for one, write in zip(ids, writes, strict=True)])
+            fields = tuple([tuple(write.fields) for write in writes])
+            joint = join(tuple(had.fields.items()), len(had.write_ids), fields)
+            cells = Cells(joint.fields, tuple(map((*had.write_ids, *ids).__getitem__, joint.sources)))
         change = _Change(cells, joint, [name for name in cells.fields if name not in had.fields])
         for task_name, task in self.tasks.items():
             for view in task.views.values():
@@ -374,17 +356,16 @@ class Partition:
         return row
 
     def _join_group(self, row: Row, name: str) -> None:
-        group = self.groups.get(name)
-        if group is None:
-            group = self.groups[name] = self._new_group(name, row.seq)
-        group.add(row)
+        if name not in self.groups:
+            self.groups[name] = self._new_group(name, row.seq)
+        self.groups[name].add(row)
 
     def _new_group(self, name: str, seq: int) -> Group:
         kind = RolloutGroup if self.info.rollouts else Group
         return kind(seq, self.info.grpo_group_size, name in self.broken_groups)
 
     def remove_row(self, sample_id: str) -> list[Ref] | None:
-        """Drops a row with its tags and cursors. Returns its refs, or None if it does not exist."""
+        """Returns its refs, or None if it does not exist."""
         row = self.rows.pop(sample_id, None)
         if row is None:
             return None
@@ -396,7 +377,7 @@ class Partition:
             for view in task.views.values():
                 view.discard(claimable.seq)
         for task_name, hold in row.holds.items():
-            self._forget_hold(row, task_name, hold)
+            self._forget_hold(task_name, hold)
         row.holds = NO_HOLDS  # as `leases` see it
         if row.group is not None:
             group = self.groups[row.group]
@@ -413,7 +394,7 @@ class Partition:
     # --- claims -------------------------------------------------------------------------------------------------------
 
     def claim(self, command: commands.ClaimRequest, now: float) -> Claim:
-        """Hands out ready samples to a task, as the hook ``claim`` says.
+        """Hands out ready samples to a task.
 
         Amortised cost: O(k log n) for k samples handed out of n. With a tag filter, it also looks at each claimable
         that changed since the filter was last used. Samples that are ready and not handed out cost nothing.
@@ -453,15 +434,19 @@ class Partition:
             counts_groups=self.info.rollouts,
         )
 
-    def claim_again(self, command: commands.ClaimRequest, sample_ids: Sequence[str], exhausted: bool) -> Claim:
-        """What a claim was given before, with the tags of now. Samples that were cleared since have none."""
+    def claim_again(
+        self, command: commands.ClaimRequest, sample_ids: Sequence[str], exhausted: bool, num_ranks: int | None = None
+    ) -> Claim:
+        """What was given before, with the tags of now. Samples that were cleared since have none."""
         rows = [self.rows.get(sample_id) for sample_id in sample_ids]
         return Claim(
             sample_ids=list(sample_ids),
             tags=[NO_TAGS if row is None else row.tags for row in rows],
             lease_tokens=None if command.lease_s is None else [command.token] * len(rows),
             exhausted=exhausted,
-            num_ready=self._counted(sample_ids),
+            num_ready=len(set(map(group_of, sample_ids))) if self.info.rollouts else len(sample_ids),
+            epoch=None if command.dp_rank is None else self.info.epoch,
+            num_ranks=num_ranks,
             counts_groups=self.info.rollouts,
         )
 
@@ -518,8 +503,7 @@ class Partition:
 
     def shortfall(self, question: commands.ClaimRequest | Question, now: float) -> Shortfall:
         """Why a claim gets no more samples. Looks at every row."""
-        required = frozenset(question.required_fields)
-        return find_shortfall(self._claimables(), question.task_name, required, question.tag_filter, now)
+        return find_shortfall(self._claimables(), question, now)
 
     def _hold(self, command: commands.ClaimRequest, claimables: Sequence[Claimable], now: float) -> list[Row]:
         """Gives claimables to a task. Returns their rows."""
@@ -534,8 +518,6 @@ class Partition:
             # from all views of the task: another claim, for other fields, must not hand it out again
             for view in task.views.values():
                 view.discard(claimable.seq)
-            if isinstance(claimable, Group):
-                claimable.num_held[task_name] = len(claimable.rows)
         if lease_s is not None:
             for row in rows:
                 self.leases.add(expires_at, row, task_name)
@@ -552,9 +534,7 @@ class Partition:
         index = self._batch_index(command)
         batches = self.batches.get((command.task_name, command.dp_rank)) or RankBatches()
         if index in batches.ended:
-            return Claim(
-                exhausted=True, lease_tokens=None if command.lease_s is None else [], epoch=self.info.epoch, num_ranks=0
-            )
+            return self.claim_again(command, [], True, num_ranks=0)
         batch = batches.kept.get(index)
         if batch is None and index not in batches.gone:
             return None
@@ -565,16 +545,8 @@ class Partition:
                 f"{command.dp_rank} was given before, and samples of it were cleared.",
                 hint="Clear samples only after all ranks of the replica have claimed and read them.",
             )
-        return Claim(
-            sample_ids=batch.sample_ids,
-            tags=[row.tags for row in rows],
-            lease_tokens=None if batch.token is None else [batch.token] * len(rows),
-            exhausted=batch.exhausted or not rows,
-            num_ready=self._counted(batch.sample_ids),
-            epoch=self.info.epoch,
-            num_ranks=batch.num_ranks,
-            counts_groups=self.info.rollouts,
-        )
+        claim = self.claim_again(command, batch.sample_ids, batch.exhausted or not rows, batch.num_ranks)
+        return structs.replace(claim, lease_tokens=None if batch.token is None else [batch.token] * len(rows))
 
     def _batch_index(self, command: commands.ClaimRequest) -> int:
         return command.batch_index if command.batch_epoch in (None, self.info.epoch) else 0
@@ -642,7 +614,6 @@ class Partition:
         return not (len(self.rows) - task.num_held if is_open else self._num_free(task_name, task))
 
     def describe(self, now: float, questions: Sequence[Question] = ()) -> PartitionDescription:
-        """What the partition holds, and what claims would find."""
         self.expire(now)
         tasks = {
             task_name: TaskDescription(
@@ -666,10 +637,6 @@ class Partition:
             num_rows={name: self.num_rows[name] for name in self.specs},
             answers=[self._answer(question, now) for question in questions],
         )
-
-    def _counted(self, sample_ids: Sequence[str]) -> int:
-        """How many of what claims count these are."""
-        return len(set(map(group_of, sample_ids))) if self.info.rollouts else len(sample_ids)
 
     def _num_rows_of(self, ready: ReadySet) -> int:
         if self.info.rollouts:
@@ -706,7 +673,6 @@ class Partition:
     # --- leases -------------------------------------------------------------------------------------------------------
 
     def settle(self, command: commands.SettleRequest, now: float) -> None:
-        """Settles leases for good, gives the samples back to the pool, or extends the leases."""
         task, rows = self._leased(command, now)
         task_name = command.task_name
         if isinstance(command, commands.NackRequest):
@@ -728,7 +694,6 @@ class Partition:
         self.leases.tidy(sum(task.num_held - task.num_done for task in self.tasks.values()))
 
     def expire(self, now: float) -> None:
-        """Takes back what is held under leases whose time is over."""
         while (due := self.leases.next_due(now)) is not None:
             self._give_back(*due)
 
@@ -753,7 +718,7 @@ class Partition:
                 hint="The lease ran out, was settled, or the sample was cleared; another consumer may hold it now.",
             )
         for name, count in Counter([row.group for row in rows if row.group is not None]).items():
-            held = self.groups[name].num_held[task_name]
+            held = self.groups[name].num_held(task_name)
             if count != held:
                 raise InvalidRequestError(
                     f"{action} refused: it names {count} of the {held} samples held of group '{name}'. Groups are "
@@ -762,23 +727,19 @@ class Partition:
         return task, list(rows)
 
     def _give_back(self, row: Row, task_name: str) -> None:
-        self._forget_hold(row, task_name, row.drop_hold(task_name))
+        self._forget_hold(task_name, row.holds[task_name])
+        row.holds = {name: hold for name, hold in row.holds.items() if name != task_name} or NO_HOLDS
         self._offer(self._claimable_of(row), (task_name,))
 
-    def _forget_hold(self, row: Row, task_name: str, hold: Hold) -> None:
+    def _forget_hold(self, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
         task.num_held -= 1
         task.num_done -= hold.done
-        if row.group is not None:
-            self.groups[row.group].num_held[task_name] -= 1
 
     def _count_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
         task.num_held += 1
         task.num_done += hold.done
-        if row.group is not None:
-            num_held = self.groups[row.group].num_held
-            num_held[task_name] = num_held.get(task_name, 0) + 1
         if not hold.done:
             self.leases.add(hold.expires_at, row, task_name)
 

@@ -1,6 +1,4 @@
-"""What waits, and for how long: puts for room, claims for samples. And what need not be done again. Pure, like the
-ledger.
-"""
+"""What waits, and for how long: puts for room, claims for samples. And what need not be done again."""
 
 from __future__ import annotations
 
@@ -42,30 +40,26 @@ _QUIET_S: Final = 1.0
 
 @dataclass(slots=True)
 class _Put:
-    """A put that waits: its size, when it came, when it is dropped unless it asks again, and what went ahead of it."""
-
     size_bytes: int
-    since: float
-    expires_at: float
-    passed_bytes: int = 0
+    since: float  # when it came
+    expires_at: float  # when it is dropped, unless it asks again
+    passed_bytes: int = 0  # of what went ahead of it
     wake: Callable[[], bool] | None = None  # as `LedgerService.call` was given it
 
 
 @dataclass(slots=True)
 class RoomQueue:
-    """The puts that wait, by ticket, in order of arrival.
+    """The puts that wait, by ticket, in order of arrival, and which may go ahead, as the contract says.
 
-    A later put may go ahead if there is room for it and for all that wait before it. If there is only room for itself,
-    it waits, since small puts would otherwise starve a large one. Exception: if a second has passed in which no room
-    became free, it goes ahead, since the consumers that would free room may need what it writes. Later puts may pass a
-    waiting put in this way with at most ``capacity_bytes`` in all.
+    Small puts would starve a large one if they went ahead whenever there is room. But once no room becomes free, the
+    consumers that would free some may need what a later put writes.
     """
 
     waiting: dict[str, _Put] = field(default_factory=dict)
     freed_at: float = float("-inf")
 
     def wait(self, ticket: str, size_bytes: int, now: float, wait_s: float) -> None:
-        """Adds a put, or notes that it still waits, for at most ``wait_s`` seconds more. 0: it gave up."""
+        """For at most ``wait_s`` seconds more. 0: it gave up."""
         self._drop_expired(now)
         if wait_s <= 0:
             self.waiting.pop(ticket, None)
@@ -74,7 +68,6 @@ class RoomQueue:
             put.expires_at = now + min(wait_s, _KEPT_S)
 
     def is_wanted(self, now: float) -> bool:
-        """Whether a put waits."""
         self._drop_expired(now)
         return bool(self.waiting)
 
@@ -94,7 +87,7 @@ class RoomQueue:
         return len(ahead)
 
     def enter(self, ticket: str | None, size_bytes: int, free_bytes: int) -> None:
-        """A put takes its room, of ``free_bytes``."""
+        """A put takes its room."""
         ahead = self._ahead(ticket)
         if not _leaves_room(ahead, size_bytes, free_bytes):
             for put in ahead:
@@ -163,8 +156,6 @@ _ASKS_AT_LEAST_S: Final = 2 * LONGEST_PAUSE_S
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A claim that waits."""
-
     claim: commands.ClaimRequest
     question: tuple[Any, ...]  # equal for claims that ask the same
     wake: Callable[[], bool]  # tells its client to ask again. False: the client is gone
@@ -177,7 +168,7 @@ class WaitingClaims:
     """Claims that were handed nothing, and how to wake them, in the order in which they came.
 
     Only those are woken for which there are samples, so a put costs the same however many wait. They ask again then:
-    nothing is handed to a client that may be gone. A claim that was dropped, and asks again, is the last in line.
+    nothing is handed to a client that may be gone.
     """
 
     def __init__(self) -> None:
@@ -219,8 +210,8 @@ class WaitingClaims:
         return partition_id
 
     def wake(self, partition_id: str, num_ready: Callable[[commands.ClaimRequest], float], now: float) -> None:
-        """Wakes the claims of a partition that can be answered now. ``num_ready`` tells how many samples are ready for
-        a claim; infinite if it can be answered however many are ready."""
+        """Wakes claims that can be answered now. ``num_ready``: how many samples are ready for a claim; infinite if it
+        can be answered however many are."""
         for line in self._some_lines(partition_id):
             claim = next(iter(line.values())).claim
             left, needed = num_ready(claim), claim.batch_size * ranks_of(claim)
@@ -231,10 +222,8 @@ class WaitingClaims:
                     left -= needed
 
     def tell(self, partition_id: str, lease_ends_at: float, now: float) -> None:
-        """Wakes claims that do not know that a lease may end so soon: of those that ask the same, the first.
-
-        It asks when the lease has ended, and others are woken then if they can be answered.
-        """
+        """Wakes claims that do not know that a lease may end so soon: of those that ask the same, only the first, since
+        others are woken when it has asked."""
         for line in self._some_lines(partition_id):
             for waiter in list(line.values()):
                 if waiter.lease_ends_at <= lease_ends_at or self._is_woken(waiter, now):

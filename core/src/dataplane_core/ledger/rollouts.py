@@ -1,8 +1,7 @@
-"""Rollouts of several rows, and the groups that they make. Pure, like the ledger.
+"""Rollouts of several rows, and the groups that they make.
 
-The sample ``q0_g1/2`` is row 2 of the rollout ``q0_g1``, of the group ``q0``. Tags seal: one on any row of a rollout
-says how many rows it has, one on any row of a group how many rollouts. They say what is to be, so the order in which
-rows and seals come does not matter. What a group is follows from its rows and their tags: it has no state of its own.
+Tags seal: they say what is to be, so the order in which rows and seals come does not matter. What a group is follows
+from its rows and their tags: it has no state of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ def rollout_of(sample_id: str) -> str:
 
 
 def _number_of(sample_id: str) -> int:
-    """The number of a row in its rollout."""
     number = sample_id.rpartition("/")[2]
     is_long = len(number) > 18  # no seal can say it; of thousands of digits, Python makes no int
     if rollout_of(sample_id) == sample_id or is_long or str(int(number)) != number:
@@ -56,10 +54,8 @@ class _Rollout:
 
 @dataclass(slots=True, eq=False)
 class RolloutGroup(Group):
-    """The present rows of a group of rollouts: its members are all of them, its rows those of whole rollouts.
-
-    Its size is a number of rollouts. None was registered: seals say it. It is broken once a whole rollout lost a row.
-    """
+    """Its members are all present rows, its rows those of whole rollouts. Its size is a number of rollouts; None: seals
+    say it. It is broken once a whole rollout lost a row."""
 
     rollouts: dict[str, _Rollout] = field(default_factory=dict)  # by name
     num_rollouts: int | None = None  # that it is sealed with
@@ -72,7 +68,6 @@ class RolloutGroup(Group):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all its rollouts, and lost none."""
         num_whole = sum([rollout.is_whole for rollout in self.rollouts.values()])
         return not self.is_broken and num_whole == (self.num_rollouts or self.size)
 
@@ -106,11 +101,7 @@ class RolloutGroup(Group):
         return tuple(name for name in rollouts if name not in lacks), lacks
 
     def check_put(self, name: str, put: Mapping[str, Mapping[str, Any]], where: str) -> None:
-        """Refuses rows of a put, by their ids, that this group has no place for, and tags that do not fit.
-
-        Raises:
-            InvalidRequestError: It has one of these.
-        """
+        """Refuses rows for which it has no place, and tags that do not fit."""
         numbers: dict[str, set[int]] = {}
         sizes = {name: set[int]() if self.num_rollouts is None else {self.num_rollouts}}
         for sample_id, tags in put.items():

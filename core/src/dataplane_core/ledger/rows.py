@@ -3,10 +3,9 @@
 What rows refer to is shared: the rows of a put have their cells in common, those of a claim their holds. So it is
 replaced, and never changed in place.
 
-A claimable is what a claim hands out as a whole: a row or a group. For each task and each set of required fields there
-is a view of those that are ready. It is always exact, so their number is known without looking at them. With a tag
-filter, a view looks only at the claimables that changed since the last claim with this filter. Views are derived from
-the rows, so a ledger can build them again. Pure, like the ledger.
+For each task and each set of required fields there is a view of the claimables that are ready. It is always exact, so
+their number is known without looking at them. With a tag filter, it looks only at those that changed since the last
+claim with this filter.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from dataplane_core.errors import InvalidRequestError, LeaseHolder, Shortfall
 from dataplane_core.schema import INPUT_LENGTHS_TAG
-from dataplane_core.spec import ClaimRequest, Sampler, TagValue, group_matches, matches
+from dataplane_core.spec import ClaimRequest, Question, Sampler, TagValue, group_matches, matches
 from dataplane_core.spec.costs import Balance, divide_evenly
 from dataplane_core.spec.replies import SampleState
 
@@ -33,11 +32,7 @@ Positions: TypeAlias = int | tuple[int, ...]
 
 
 def group_of(sample_id: str) -> str:
-    """The group of an id: the part before the last ``_g``.
-
-    Raises:
-        InvalidRequestError: The id holds no ``_g``.
-    """
+    """The group of an id: the part before the last ``_g``. An id without one raises `InvalidRequestError`."""
     group, mark, _ = sample_id.rpartition("_g")
     if not mark:
         raise InvalidRequestError(
@@ -79,13 +74,6 @@ class Cells:
     fields: dict[str, int]  # field -> the number of its write, in the order of production; shared with other cells
     write_ids: tuple[int, ...]
 
-    def joined(self, writes: Sequence[tuple[int, tuple[str, ...]]]) -> tuple[Cells, Join]:
-        """The cells of the same rows after a put, whose writes are given by their ids and fields."""
-        write_ids, fields = zip(*writes, strict=True)
-        joint = join(tuple(self.fields.items()), len(self.write_ids), fields)
-        ids = (*self.write_ids, *write_ids)
-        return Cells(joint.fields, tuple(map(ids.__getitem__, joint.sources))), joint
-
 
 def packed_positions(positions: Sequence[int]) -> Positions:
     """A row's position in each of its writes, as `Row.positions`."""
@@ -122,8 +110,6 @@ NO_HOLDS: Final[dict[str, Hold]] = {}
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sample."""
-
     sample_id: str
     seq: int  # its number, in order of first write
     group: str | None
@@ -149,7 +135,6 @@ class Row:
 
     @property
     def rows(self) -> Collection[Row]:
-        """The row alone, as `Group.rows`."""
         return (self,)
 
     def is_ready(self, required: frozenset[str], task_name: str) -> bool:
@@ -161,26 +146,17 @@ class Row:
         hold = self.holds.get(task_name)
         return None if hold is None or hold.done else hold
 
-    def drop_hold(self, task_name: str) -> Hold:
-        """Takes a task's hold away. Returns it."""
-        dropped = self.holds[task_name]
-        self.holds = {name: hold for name, hold in self.holds.items() if name != task_name} or NO_HOLDS
-        return dropped
-
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The present rows of a group."""
-
     seq: int  # that of its first row
     size: int | None  # how many members it has, as registered
     is_broken: bool  # whether it lost a member, for good
-    members: dict[str, Row] = field(default_factory=dict)  # by id
-    num_held: dict[str, int] = field(default_factory=dict)  # task -> how many members it holds
+    members: dict[str, Row] = field(default_factory=dict)  # those that are present, by id
 
     @property
     def rows(self) -> Collection[Row]:
-        """All members, which are handed out together."""
+        """What is handed out together."""
         return self.members.values()
 
     @property
@@ -189,22 +165,32 @@ class Group:
         return not self.is_broken and len(self.members) == self.size
 
     def is_ready(self, required: frozenset[str], task_name: str) -> bool:
-        """As `Row.is_ready`."""
-        is_free = not self.num_held.get(task_name) and self.is_whole
-        return is_free and all(required <= row.cells.fields.keys() for row in self.rows)
+        if not self.is_whole or self.num_held(task_name):
+            return False
+        return all(required <= row.cells.fields.keys() for row in self.rows)
+
+    def num_held(self, task_name: str) -> int:
+        return sum([task_name in row.holds for row in self.members.values()])
 
     def add(self, row: Row) -> None:
-        """Adds a row."""
         self.members[row.sample_id] = row
 
     def remove(self, row: Row) -> None:
-        """Drops a row."""
         del self.members[row.sample_id]
         self.is_broken = True
 
     def parts(self) -> tuple[tuple[str, ...], Mapping[str, int]]:
         """The members that are there; of rollouts, those that are whole, and the others, as `Shortfall.unsealed`."""
         return tuple(self.members), {}
+
+    def check_put(self, name: str, put: Mapping[str, Mapping[str, Any]], where: str) -> None:
+        """Refuses rows of a put, given as id -> tags, for which this group has no place."""
+        count = len(self.members.keys() | put.keys())
+        if self.size is not None and count > self.size:
+            raise InvalidRequestError(
+                f"{where} refused: group '{name}' would have {count} members. Expected at most {self.size}, the "
+                "partition's group size. Nothing was written."
+            )
 
 
 #: What a claim hands out as a whole: a row or a group. Its ``seq`` is unique in the ledger.
@@ -248,7 +234,6 @@ class Leases:
     heap: list[tuple[float, int, str, Row]] = field(default_factory=list)  # time, seq of the row, task, row
 
     def add(self, at: float, row: Row, task_name: str) -> None:
-        """Adds a lease that ends at ``at``, unless it is renewed."""
         heapq.heappush(self.heap, (at, row.seq, task_name, row))
 
     def next_due(self, now: float) -> tuple[Row, str] | None:
@@ -293,24 +278,21 @@ class Batch:
     num_ranks: int | None = None  # how many ranks have samples in it, if one claim chose for all ranks
 
     def present(self, rows: Mapping[str, Row]) -> Iterator[Row]:
-        """Its rows that were not cleared, among those of the partition."""
+        """Its rows that were not cleared."""
         present = (rows.get(sample_id) for sample_id in self.sample_ids)
         return (row for row in present if row is not None and row.seq <= self.last_seq)
 
 
 @dataclass(slots=True)
 class Numbers:
-    """A set of numbers. ``bounds``: the first of a range of them, the one after its last, the first of the next range,
-    and so on.
-    """
+    """A set of numbers, as ranges."""
 
-    bounds: list[int] = field(default_factory=list)
+    bounds: list[int] = field(default_factory=list)  # the first of a range, the one after its last, and so on
 
     def __contains__(self, number: int) -> bool:
         return bisect_right(self.bounds, number) % 2 == 1
 
     def add(self, number: int) -> None:
-        """Adds a number, unless it is there."""
         if number in self:
             return
         for bound in (number, number + 1):  # a bound that is there already joins two ranges
@@ -323,9 +305,7 @@ class Numbers:
 
 @dataclass(slots=True)
 class RankBatches:
-    """The batches that one rank was given, by their indexes."""
-
-    kept: dict[int, Batch] = field(default_factory=dict)
+    kept: dict[int, Batch] = field(default_factory=dict)  # by index
     gone: Numbers = field(default_factory=Numbers)  # forgotten, since their rows are all cleared
     ended: Numbers = field(default_factory=Numbers)  # of which one claim found for all ranks that there are none
 
@@ -361,7 +341,6 @@ class ReadySet:
     heap: list[int] = field(default_factory=list)  # the seq of each, and of some that were dropped
 
     def add(self, claimable: Claimable) -> None:
-        """Adds a claimable, unless the set has it."""
         if claimable.seq not in self.claimables:
             self.claimables[claimable.seq] = claimable
             heapq.heappush(self.heap, claimable.seq)
@@ -456,10 +435,7 @@ def ranks_of(claim: ClaimRequest) -> int:
 
 
 def shares(claim: ClaimRequest, claimables: Sequence[Claimable]) -> list[list[Claimable]]:
-    """Divides claimables among the ranks, so that their numbers differ by at most one: into ranges, or balanced.
-
-    ``balanced`` gives all ranks about as many tokens, or as much work. Within a rank, the order of first write stays.
-    """
+    """Divides claimables among the ranks, so that their numbers differ by at most one: into ranges, or balanced."""
     least, more = divmod(len(claimables), ranks_of(claim))
     sizes = [least + (rank < more) for rank in range(ranks_of(claim))]  # the first ranks get one more
     if claim.sampler != "balanced":
@@ -484,7 +460,6 @@ def fitting(claim: ClaimRequest, claimables: Sequence[Claimable]) -> tuple[int, 
 
 
 def _length(row: Row) -> int | None:
-    """How many tokens it has, if its tag says so."""
     length = row.tags.get(INPUT_LENGTHS_TAG)
     return int(length) if isinstance(length, (int, float)) and math.isfinite(length) else None
 
@@ -497,14 +472,9 @@ def _cost(claimable: Claimable, balance: Balance | None) -> int:
 # --- why a claim gets no more -----------------------------------------------------------------------------------------
 
 
-def find_shortfall(
-    claimables: Iterable[Claimable],
-    task_name: str,
-    required: frozenset[str],
-    tag_filter: Mapping[str, tuple[str, Any]] | None,
-    now: float,
-) -> Shortfall:
+def find_shortfall(claimables: Iterable[Claimable], question: ClaimRequest | Question, now: float) -> Shortfall:
     """Counts and names the samples that the task cannot be given now. Looks at every row, in order of first write."""
+    task_name, tag_filter, required = question.task_name, question.tag_filter, frozenset(question.required_fields)
     leased: list[tuple[float, int, Row]] = []
     passed: list[tuple[int, Collection[Row]]] = []
     num_not_matching = num_incomplete = num_lacking = 0
@@ -514,8 +484,8 @@ def find_shortfall(
     unsealed: Mapping[str, int] = {}
     for claimable in claimables:
         free: list[Row] = []
-        whole = isinstance(claimable, Row) or claimable.is_whole
-        rows = claimable.rows if isinstance(claimable, Row) or whole else claimable.members.values()
+        part = claimable if isinstance(claimable, Group) and not claimable.is_whole else None
+        rows = claimable.rows if part is None else part.members.values()
         for row in rows:
             hold = row.holds.get(task_name)
             if hold is None:
@@ -527,9 +497,9 @@ def find_shortfall(
         if tag_filter and not group_matches([row.tags for row in rows], tag_filter):
             num_not_matching += len(free)
             passed.append((claimable.seq, rows))
-        elif not isinstance(claimable, Row) and not whole:
+        elif part is not None:
             num_incomplete += len(free)
-            parts, lacks = claimable.parts()
+            parts, lacks = part.parts()
             members, unsealed = (members, unsealed) if groups else (parts, lacks)
             if len(groups) < _NUM_NAMED:
                 groups[free[0].group or ""] = len(parts)

@@ -1,7 +1,4 @@
-"""`LedgerService`: a ledger with a clock, as a host serves it. It wakes what waits, and tells when to ask again.
-
-`LedgerThread`: the same for the threads of the client's own process.
-"""
+"""A ledger as a host serves it: it wakes what waits, and tells when to ask again."""
 
 from __future__ import annotations
 
@@ -44,13 +41,7 @@ _Work: TypeAlias = tuple[Callable[[], Any], SimpleQueue[Any]]
 class LedgerService:
     """A `Ledger` with a clock, as a host serves it. One thread calls it at a time, in which no signal handler raises.
 
-    Args:
-        capacity_bytes: As for `Ledger`.
-        clock: Gives the time in seconds.
-        ledger: An existing ledger to serve. ``capacity_bytes`` is then ignored.
-
-    Attributes:
-        ledger: The ledger. A host that uses it must keep other threads out.
+    ``ledger``: an existing one to serve; ``capacity_bytes`` is then ignored.
     """
 
     def __init__(
@@ -69,11 +60,8 @@ class LedgerService:
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
         """Runs a command now. All callers use this method.
 
-        Args:
-            command: The command.
-            wake: For a claim that waits, or a put that says that it waits for room (`commands.WaitForRoom`): is called
-                when it may go on, until it has done so or `stop_waiting`. It must not block, nor call the service.
-                False: nobody waits any longer.
+        ``wake``: for a claim that waits, or a put that waits for room, is called when it may go on, until it has done
+        so or `stop_waiting`. It must not block, nor call the service. False: nobody waits any longer.
         """
         if not (self._waiting.by_token or self.ledger.room.waiting or isinstance(command, commands.WaitForRoom)):
             return self._run(command, wake)  # nobody is to be woken
@@ -170,7 +158,6 @@ class LedgerService:
                 put.wake = None
 
     def garbage(self) -> list[Ref]:
-        """`Ledger.garbage` now."""
         return self.ledger.garbage(self._clock())
 
     def _claim(self, command: commands.ClaimRequest, wake: Callable[[], bool] | None) -> Claim:
@@ -232,9 +219,6 @@ class LedgerThread(LedgerService):
 
     Python runs signal handlers in the main thread. So Ctrl-C, or what another thread raises in a caller, ends the wait
     for a reply, and never cuts off a command.
-
-    Args:
-        capacity_bytes: As for `Ledger`.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -245,7 +229,7 @@ class LedgerThread(LedgerService):
         self._thread = threading.Thread(target=_do_all, args=(self._works,), name="dataplane-ledger", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. Call it before all else."""
+        """Call it before all else."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -253,12 +237,8 @@ class LedgerThread(LedgerService):
         self._end()
 
     def call(self, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
-        """As `LedgerService.call`. Waits for the thread. If it is interrupted meanwhile, the command runs all the same.
-
-        Raises:
-            ClientClosedError: It was stopped, or the program ends. The command may have run or not.
-            UnsupportedOperationError: A ``__del__`` that came in the middle of a command calls it.
-        """
+        """As `LedgerService.call`. If the wait is interrupted, the command runs all the same; if it is refused with
+        `ClientClosedError`, it may have run or not."""
         assert self._thread.ident is not None, "it was not started"
         if threading.get_ident() == self._thread.ident:
             raise UnsupportedOperationError(
@@ -302,7 +282,7 @@ MOST_ENDED: Final = 1000
 
 
 class ClientRegister:
-    """Lists clients until their time is over, and a while longer as ended. Pure, like the ledger."""
+    """Lists clients until their time is over, and a while longer as ended."""
 
     def __init__(self) -> None:
         # id -> announcement, its time, its end; the latter are those that ended, in the order in which that was noticed

@@ -58,7 +58,6 @@ _decode: Final = msgspec.msgpack.Decoder(_State).decode
 
 
 def pack_state(ledger: Ledger) -> bytes:
-    """The state of a ledger."""
     shared = [row.cells.fields for partition in ledger._partitions.values() for row in partition.rows.values()]
     fields, places = _distinct([*(write.slots for write in ledger._writes.values()), *shared])
     state = _State(
@@ -78,11 +77,7 @@ def pack_state(ledger: Ledger) -> bytes:
 
 
 def unpack_state(data: bytes) -> Ledger:
-    """The ledger of a state.
-
-    Raises:
-        ValueError, KeyError, IndexError: It is no state, or parts of it refer to others that it lacks.
-    """
+    """The ledger of a state. Raises ValueError, KeyError or IndexError for one that is none, or lacks parts."""
     state, ledger = _decode(data), Ledger()
     ledger._next_write, ledger._next_seq = state.next_write, state.next_seq
     for write_id, place, row_bytes, lists, digests in state.writes:

@@ -69,15 +69,12 @@ class LedgerService:
         try:
             return self._run(command, wake)
         finally:
-            self._wake_others(command, changes, held_bytes)
-
-    def _wake_others(self, command: Command[Any], changes: str | None, held_bytes: int) -> None:
-        if changes is not None:
-            self._wake_claims(changes)
-        if self._waiting.by_token and isinstance(command, (commands.ClaimRequest, commands.RenewRequest)):
-            self._tell_of_leases(command.partition_id)
-        if self.ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom):
-            self._wake_for_room()
+            if changes is not None:
+                self._wake_claims(changes)
+            if self._waiting.by_token and isinstance(command, (commands.ClaimRequest, commands.RenewRequest)):
+                self._tell_of_leases(command.partition_id)
+            if self.ledger.held_bytes < held_bytes or isinstance(command, commands.WaitForRoom):
+                self._wake_for_room()
 
     def stop_waiting(self, token: str) -> None:
         """What waits with this token, or ticket, no longer waits. Others may be woken in its place."""

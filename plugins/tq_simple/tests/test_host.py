@@ -227,8 +227,8 @@ def test_the_ledger_refuses_to_commit_a_put_that_lost_its_unit(either):
     assert held(either) == [(0, 0), (0, 0), (6, 0)]
 
 
-def kept(unit, life="a"):
-    return started(unit, life)._replace(kept=True)
+def kept(unit):
+    return started(unit)._replace(kept=True)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from dataplane_core.ledger import commands
-from dataplane_tq_simple import TQSimpleBackend
+from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,13 @@ def note():
 
 @pytest.fixture(scope="session")
 def opened():
-    """``with opened(config, bootstrap=..., deadline=...) as backend``: a backend that is started, without a client."""
+    """``with opened(instance=...) as backend``: a backend that is started with these options, without a client."""
 
     @contextmanager
-    def started(config, *, bootstrap, deadline):
-        backend = TQSimpleBackend(config)
+    def started(bootstrap=True, **options):
+        backend = TQSimpleBackend(TQSimpleConfig(**options))
         try:
-            backend.start(bootstrap=bootstrap, deadline=deadline)
+            backend.start(bootstrap=bootstrap, deadline=time.monotonic() + 240.0)
             yield backend
         finally:
             backend.stop()

@@ -26,8 +26,7 @@ def soon(seconds=240.0):
 
 @pytest.fixture(scope="module")
 def engine(ray_cluster, opened):
-    config = TQSimpleConfig(instance="engine")
-    with opened(config, bootstrap=True, deadline=soon()) as engine:
+    with opened(instance="engine") as engine:
         yield engine
 
 
@@ -58,7 +57,7 @@ def test_rows_go_by_the_path_that_a_client_has(client):
 
 def test_an_engine_has_no_threads_of_its_own(engine, opened):
     before = set(threading.enumerate())  # some may end meanwhile
-    with opened(TQSimpleConfig(instance="engine"), bootstrap=False, deadline=soon()) as attached:
+    with opened(instance="engine", bootstrap=False) as attached:
         attached.call(UnitRecords(), soon())
         assert set(threading.enumerate()) <= before
 
@@ -109,7 +108,7 @@ def held_bytes(engine):
 def test_a_killed_controller(ray_cluster, pid_of, monkeypatch, opened):
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
     config = TQSimpleConfig(instance="mortal")
-    with opened(config, bootstrap=True, deadline=soon()) as engine:
+    with opened(instance="mortal") as engine:
         os.kill(pid_of("tq-mortal"), signal.SIGKILL)
         dead = "controller of instance 'mortal' is dead"
         with pytest.raises(BackendUnavailableError, match=dead) as error:
@@ -122,7 +121,7 @@ def test_a_killed_controller(ray_cluster, pid_of, monkeypatch, opened):
             patch.setattr(_instance, "_SETTLE_S", 0.5)  # for which a new owner waits for the old one to end
             with pytest.raises(AlreadyRunningError, match="its controller is dead, but its storage units"):
                 TQSimpleBackend(config).start(bootstrap=True, deadline=soon())
-    with opened(config, bootstrap=True, deadline=soon()) as engine:  # once its owner has closed it
+    with opened(instance="mortal") as engine:  # once its owner has closed it
         assert engine.call(UnitRecords(), soon())
 
 

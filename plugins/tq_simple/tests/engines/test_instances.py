@@ -78,15 +78,13 @@ def test_options_that_cannot_be_are_refused(options, said):
 
 def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster, note, opened):
     with (
-        opened(TQSimpleConfig(instance="one", ray_address=ray_cluster), bootstrap=True, deadline=soon()) as one,
-        opened(
-            TQSimpleConfig(instance="two", unit_bytes=1 << 20, unit_num_cpus=0.5), bootstrap=True, deadline=soon()
-        ) as two,
+        opened(instance="one", ray_address=ray_cluster) as one,
+        opened(instance="two", unit_bytes=1 << 20, unit_num_cpus=0.5) as two,
     ):
         note(one, "one")
         assert note(two, "two") == ["two"]
         # An attached client knows the instance's options beside its own.
-        with opened(TQSimpleConfig(instance="two", unit_bytes=1 << 21), bootstrap=False, deadline=soon()) as attached:
+        with opened(instance="two", unit_bytes=1 << 21, bootstrap=False) as attached:
             assert attached._instance.config == two._instance.config
             assert attached._instance.config.unit_bytes == 1 << 20
             assert not attached._bootstrapped
@@ -139,7 +137,7 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, no
 
     # The name is free, and who wants to attach waits for the instance to come up.
     late = attach_and_list_units.remote(config)
-    with opened(config, bootstrap=True, deadline=soon()) as engine:
+    with opened(instance="again") as engine:
         assert note(engine, "afresh") == ["afresh"]
         assert ray.get(late, timeout=60) == engine.call(UnitRecords(), soon())
 
@@ -184,7 +182,7 @@ def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, r
 
     with owning(python, {"backend": "tq_simple", "options": options, "op_timeout_s": 240}, "'runs'") as (owner, said):
         assert said == "runs\n"
-        with opened(TQSimpleConfig(instance="crash"), bootstrap=False, deadline=soon()) as attached:
+        with opened(instance="crash", bootstrap=False) as attached:
             assert len(attached.call(UnitRecords(), soon())) == 1
             pids = [pid_of(f"tq-crash{name}") for name in ("", "/")]
             owner.send_signal(signal.SIGKILL)

@@ -13,14 +13,7 @@ class TestTQSimpleOverTheWire(TQSimpleCase, BackendConformance):
 
     @pytest.fixture
     def options(self, ray_address):
-        return {
-            "instance": "wire",
-            "ray_address": ray_address,
-            "share_memory": False,
-        }
-
-    def conflicting_options(self, options):
-        return {**options, "unit_bytes": 1 << 30}
+        return {"instance": "wire", "ray_address": ray_address, "share_memory": False}
 
 
 class TestTQSimpleViews(TQSimpleCase, BackendConformance):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from dataplane_core.middleware import EventMiddleware, MiddlewareContext, OperationEvent
-from dataplane_core.spec import Claim, SampleList, TagValue, hookimpl
+from dataplane_core.spec import Claim, SampleList, TagValue
 
 try:
     from opentelemetry import trace
@@ -62,10 +62,7 @@ class OpenTelemetry(EventMiddleware):
 
     Config: ClassVar[type[BaseModel]] = OpenTelemetryConfig
     config: Any  # an OpenTelemetryConfig
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._tracer: Tracer = trace.NoOpTracer()
+    _tracer: Tracer = trace.NoOpTracer()
 
     def start(self, context: MiddlewareContext) -> None:
         """Takes the program's tracer."""
@@ -73,22 +70,24 @@ class OpenTelemetry(EventMiddleware):
         self._tracer = trace.get_tracer("dataplane_core")
 
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
-        """A span around an operation. That of a claim is made when it is answered."""
+        """A span around an operation. That of a claim is made when it is answered: one for all of its questions."""
         if operation == "claim":
-            return (yield from super().around(operation, request))
-        kind = SpanKind.PRODUCER if operation == "put_samples" else SpanKind.INTERNAL
-        attributes = self._attributes(request)
-        with self._tracer.start_as_current_span(f"dataplane.{operation}", kind=kind, attributes=attributes) as span:
-            context = span.get_span_context()
-            if operation == "put_samples" and context.is_valid and context.trace_flags.sampled:
-                headers: dict[str, str] = {}
-                _CONTEXTS.inject(headers)
-                mark = {_TAG + min(request.columns, default=""): headers["traceparent"]}
-                rows: Iterable[Mapping[str, TagValue]] = request.tags or [{}] * len(request.sample_ids)
-                request.tags = [{**row, **mark} for row in rows]
-            if not span.is_recording():
-                return (yield)
-            return (yield from super().around(operation, request))
+            reply = yield from super().around(operation, request)
+        else:
+            kind = SpanKind.PRODUCER if operation == "put_samples" else SpanKind.INTERNAL
+            attributes = self._attributes(request)
+            with self._tracer.start_as_current_span(f"dataplane.{operation}", kind=kind, attributes=attributes) as span:
+                context = span.get_span_context()
+                if operation == "put_samples" and context.is_valid and context.trace_flags.sampled:
+                    headers: dict[str, str] = {}
+                    _CONTEXTS.inject(headers)
+                    mark = {_TAG + min(request.columns, default=""): headers["traceparent"]}
+                    rows: Iterable[Mapping[str, TagValue]] = request.tags or [{}] * len(request.sample_ids)
+                    request.tags = [{**row, **mark} for row in rows]
+                reply = (yield from super().around(operation, request)) if span.is_recording() else (yield)
+        if isinstance(reply, (Claim, SampleList)):
+            return replace(reply, tags=_without_marks(reply.tags))
+        return reply
 
     def note(self, event: OperationEvent, request: Any, outcome: Any) -> None:
         """Says in the span what an operation moved."""
@@ -100,18 +99,6 @@ class OpenTelemetry(EventMiddleware):
             span.set_attribute("dataplane.bytes", event.n_bytes)
         elif event.op == "list_samples":
             span.set_attribute("dataplane.samples", event.n_keys)
-
-    @hookimpl(wrapper=True)
-    def claim(self, request: Any) -> Generator[None, Claim, Claim]:
-        """One span for all questions of a claim that waits. The tags that carry contexts are left out."""
-        claim: Claim = yield from self.around("claim", request)
-        return replace(claim, tags=_without_marks(claim.tags))
-
-    @hookimpl(wrapper=True)
-    def list_samples(self, request: Any) -> Generator[None, SampleList, SampleList]:
-        """A span. The tags that carry contexts are left out."""
-        listed: SampleList = yield from self.around("list_samples", request)
-        return replace(listed, tags=_without_marks(listed.tags))
 
     # --- how it is done -----------------------------------------------------------------------------------------------
 

@@ -63,10 +63,7 @@ class Prometheus(Metrics):
 
     Config: ClassVar[type[BaseModel]] = PrometheusConfig
     config: Any  # a PrometheusConfig
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._endpoint: _Endpoint | None = None
+    _endpoint: _Endpoint | None = None
 
     def start(self, context: MiddlewareContext) -> None:
         """Opens the endpoint, unless the process has one."""

@@ -374,17 +374,14 @@ def _block(columns: Mapping[str, Any], sample_ids: Sequence[str]) -> tuple[bytes
     try:
         return pack_rows(columns, len(sample_ids), {"ids": list(sample_ids)}), []
     except InvalidTypeError:
-        left_out = [name for name, column in columns.items() if not _can_be_packed({name: column}, len(sample_ids))]
+        left_out = []
+        for name, column in columns.items():
+            try:
+                pack_rows({name: column}, len(sample_ids), {})
+            except DataPlaneError:
+                left_out.append(name)
         kept = {name: column for name, column in columns.items() if name not in left_out}
         return (pack_rows(kept, len(sample_ids), {"ids": list(sample_ids)}) if kept else b""), left_out
-
-
-def _can_be_packed(columns: Mapping[str, Any], num_rows: int) -> bool:
-    try:
-        pack_rows(columns, num_rows, {})
-    except DataPlaneError:
-        return False
-    return True
 
 
 def _drop_oldest(folder: Path, max_bytes: int) -> None:

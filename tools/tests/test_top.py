@@ -1,4 +1,4 @@
-"""`dataplane top`: what it asks and what it shows; `why`. Live in a terminal: test_live.py."""
+"""`dataplane top` and `why`: what they ask and show; how rarely `metrics` asks. Live in a terminal: test_live.py."""
 
 import io
 import json
@@ -13,8 +13,9 @@ from rich.console import Console
 
 from dataplane_core import connect
 from dataplane_core.cli import main
+from dataplane_core.client import DataPlaneClient
 from dataplane_core.spec import Capability, ClientInfo, UnitInfo
-from dataplane_tools import _live
+from dataplane_tools import _live, _metrics, _report
 from dataplane_tools._live import Watcher
 from dataplane_tools._report import Looks, Screen, newest, stacks_of
 
@@ -34,15 +35,6 @@ def shown(report, width=118):
     console = Console(width=width, file=io.StringIO())
     console.print(Screen(report, newest(report["partitions"])))
     return console.file.getvalue()
-
-
-@pytest.mark.parametrize("name", ["exp[/1]", "a[bold red]b"])
-def test_names_with_brackets_are_shown_as_they_are(name):
-    with connect({"backend": "noop", "role": name, "announce_s": None}) as client:
-        client.register_partition(name, ["x"], 16, [name])
-        client.put_samples(["a"], name, {"x": torch.zeros(1)})
-        client.claim_meta(name, name, ["x"], 1, lease_s=60.0)
-        assert shown(Looks(client).look()).count(name) == 2  # the partition and the task
 
 
 def test_the_flow_and_the_stage_that_lags(client):
@@ -72,9 +64,27 @@ def test_it_asks_once_a_second_and_more_rarely_if_it_costs_much(client, monkeypa
     assert pauses == [pytest.approx(pause_s)]
 
 
-def test_rates_and_partitions_that_are_cleared(client):
+def test_metrics_asks_for_verdicts_in_a_small_part_of_the_time_only(client, monkeypatch):
+    now, asked = [0.0], []
+
+    def why(self):
+        asked.append(now[0])
+        now[0] += 10.0
+        return []
+
+    monkeypatch.setattr(DataPlaneClient, "why", why)
+    monkeypatch.setattr(_metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    gauges = _metrics.Gauges(client, lambda: client)
+    for wait_s in (0.0, 1.0, 1000.0):
+        now[0] += wait_s
+        list(gauges.collect())
+    assert asked == [0.0, 1011.0]
+
+
+def test_rates_and_partitions_that_are_cleared(client, monkeypatch):
     now = 0.0
-    looks = Looks(client, clock=lambda: now)
+    monkeypatch.setattr(_report, "time", SimpleNamespace(monotonic=lambda: now))
+    looks = Looks(client)
     assert looks.look()["partitions"][0]["written_per_s"] is None
     client.put_samples(["s8", "s9"], "step-1", {"x": torch.zeros(2)})
     client.register_partition("step-2", ["x"], None, [])

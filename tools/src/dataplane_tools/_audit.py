@@ -108,19 +108,6 @@ def audit(
     }
 
 
-def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, Any]:
-    """Where two recordings differ, as JSON values: see `differences`."""
-    recordings = [Recording(folder), Recording(other)]
-    histories = [History(recording, survey(recording, task), check_rows=False) for recording in recordings]
-    report = differences(*histories)
-    lacks = [
-        f"The {which} recording: {text}"
-        for which, recording, history in zip(("first", "second"), recordings, histories, strict=True)
-        for text in _lacks(recording, history.survey)
-    ]
-    return {"folders": [str(folder), str(other)], **report, "lacks": lacks, "wrong": report["found"]}
-
-
 def _bounds(steps: str | None) -> tuple[float, float] | None:
     if steps is None:
         return None
@@ -345,7 +332,7 @@ def _time(at: float) -> str:
 _MOST_AHEAD: Final = 256
 
 
-def differences(first: History, second: History) -> dict[str, Any]:
+def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, Any]:
     """Compares the steps that count of two runs, in order, until a column or the samples of a step differ.
 
     Samples are compared by id; if the runs have no id of a step in common, by their place in it.
@@ -355,26 +342,36 @@ def differences(first: History, second: History) -> dict[str, Any]:
         ``step``, ``kind`` (``steps``, ``samples``, ``column``, ``tag``, ``value``) and ``text``, and what they name;
         ``not_compared``: columns whose digests a recording lacks; ``begins``: which run begins later, as text.
     """
+    recordings = [Recording(folder), Recording(other)]
+    histories = [History(recording, survey(recording, task), check_rows=False) for recording in recordings]
+    first, second = histories
     found: dict[str, dict[str, Any]] = {}
     not_compared: set[str] = set()
     equal = 0
     begins: list[str] = []
-    for one, other in _pairs(first, second, begins):
-        step = str(one or other)
-        if one is None or other is None:
-            text = f"{step} is in the {'first' if other is None else 'second'} recording only"
+    for mine, theirs in _pairs(first, second, begins):
+        step = str(mine or theirs)
+        if mine is None or theirs is None:
+            text = f"{step} is in the {'first' if theirs is None else 'second'} recording only"
             found["steps"] = {"step": step, "kind": "steps", "text": text}
             break
-        for finding in _in_step(one, other, not_compared):
+        for finding in _in_step(mine, theirs, not_compared):
             found.setdefault(finding["kind"], {"step": step, **finding})
         equal += not found
         if not found.keys().isdisjoint(("column", "samples")):
             break
     return {
+        "folders": [str(folder), str(other)],
         "equal_steps": equal,
         "found": list(found.values()),
         "not_compared": sorted(not_compared),
         "begins": begins,
+        "lacks": [
+            f"The {which} recording: {text}"
+            for which, recording, history in zip(("first", "second"), recordings, histories, strict=True)
+            for text in _lacks(recording, history.survey)
+        ],
+        "wrong": list(found.values()),
     }
 
 

@@ -36,7 +36,7 @@ from dataplane_core.errors import (
     printable,
 )
 from dataplane_core.meta import KVBatchMeta
-from dataplane_core.spec import Capability, FieldSpec, PartitionDescription, TaskDescription
+from dataplane_core.spec import Capability, FieldSpec, PartitionDescription
 from dataplane_tools import _shards as arrow
 from dataplane_tools._messages import is_beside_messages, is_for_messages, messages_of
 from dataplane_tools._rows import Portion, Rows, opened, read_portion
@@ -214,27 +214,25 @@ def follow_partition(
 
 def _check_is_new(client: DataPlaneClient, partition_id: str, task: str, folder: str | os.PathLike[str]) -> None:
     """Refuses the task of something else, as far as it was announced: its samples would not be in a new folder."""
-    description = client.describe(partition_id).tasks.get(task)
-    if description is not None and (why := _why_not_new(client, partition_id, task, description)):
+    description, why = client.describe(partition_id).tasks.get(task), ""
+    if description is None:
+        return
+    if description.num_leased or description.num_consumed:
+        why = "was given samples already"
+    elif Capability.CLIENTS in client.capabilities:
+        own, claim = (socket.gethostname(), os.getpid()), ("claim_meta", partition_id, task)
+        others = [
+            f"process {other.pid} on {other.host}"
+            for other in client.list_clients(ended=True)
+            if other.state in ("open", "stopped") and (other.host, other.pid) != own
+            if claim in [(work.operation, work.partition_id, work.task_name) for work in other.work]
+        ]
+        why = f"is that of {preview(others)}" if others else ""
+    if why:
         raise InvalidRequestError(
             f"the task '{task}' of '{partition_id}' {why}, so '{folder}' would not get all samples.",
             hint="Name another task, or the folder that has them. Without --task, each folder has its own.",
         )
-
-
-def _why_not_new(client: DataPlaneClient, partition_id: str, task: str, description: TaskDescription) -> str:
-    if description.num_leased or description.num_consumed:
-        return "was given samples already"
-    if Capability.CLIENTS not in client.capabilities:
-        return ""
-    own, claim = (socket.gethostname(), os.getpid()), ("claim_meta", partition_id, task)
-    others = [
-        f"process {other.pid} on {other.host}"
-        for other in client.list_clients(ended=True)
-        if other.state in ("open", "stopped") and (other.host, other.pid) != own
-        if claim in [(work.operation, work.partition_id, work.task_name) for work in other.work]
-    ]
-    return f"is that of {preview(others)}" if others else ""
 
 
 class _Follower:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from io import StringIO
@@ -52,24 +52,16 @@ class Looks:
         partition_id: The partition to ask for. None: all.
         details: Also why tasks of all partitions wait, and how many samples have each field; and, of a partition that
             is named, which sample each task has not consumed longest. Else why tasks wait of those that are shown live.
-        clock: Gives the time in seconds.
     """
 
-    def __init__(
-        self,
-        client: DataPlaneClient,
-        partition_id: str | None = None,
-        *,
-        details: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, client: DataPlaneClient, partition_id: str | None = None, *, details: bool = False) -> None:
         self.client = client
-        self._partition_id, self._details, self._clock = partition_id, details, clock
+        self._partition_id, self._details = partition_id, details
         self._before: dict[str, tuple[float, PartitionDescription]] = {}
 
     def look(self) -> dict[str, Any]:
         """Asks. Returns the answers as JSON values; clients, units and leases as the store gives them."""
-        client, now = self.client, self._clock()
+        client, now = self.client, time.monotonic()
         descriptions: dict[str, PartitionDescription] = {}
         for name in client.list_partitions() if self._partition_id is None else [self._partition_id]:
             try:

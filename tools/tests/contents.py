@@ -1,9 +1,21 @@
-"""What a folder of an export holds."""
+"""Commands that are run, clients that record, and what a folder of an export holds."""
 
+import argparse
 import json
 from pathlib import Path
 
 from pyarrow import parquet
+
+
+def run(command, *words):
+    """Runs a command of `dataplane_tools.commands`. Returns its status; its errors are raised."""
+    parser = argparse.ArgumentParser()
+    return command(parser)(parser.parse_args([str(word) for word in words]))
+
+
+def recording(folder, payload="all", **options):
+    """The config of a client that records."""
+    return {"backend": "noop", "middleware": [{"recorder": {"folder": str(folder), "payload": payload, **options}}]}
 
 
 def rows(folder):

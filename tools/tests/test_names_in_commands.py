@@ -1,9 +1,8 @@
 """What a terminal or a page obeys may be in names of a store. Commands, pages and logs show it by escapes."""
 
-import argparse
-
 import pytest
 import torch
+from contents import run
 
 from dataplane_core.cli import main
 from dataplane_core.errors import UnknownPartitionError
@@ -35,7 +34,9 @@ def check(text):
 
 def test_top(client, config, capsys):
     assert main(["top", config, EVIL]) == 0
-    check(capsys.readouterr().out)
+    said = capsys.readouterr().out
+    check(said)
+    assert (said.count(f"\n{SHOWN}"), said.count(f"→ {SHOWN}")) == (2, 1)  # the partition and the field; the task
     assert main(["top", config, f"{EVIL}2"]) == 1
     check(capsys.readouterr().err)
 
@@ -55,10 +56,8 @@ def test_read(client, config, tmp_path, capsys):
         "seen": [[EVIL]],
     }
     client.put_samples([f"{EVIL}2_g0"], EVIL, columns, tags=[{EVIL: EVIL}])
-    parser = argparse.ArgumentParser()
-    run = read(parser)
     for more in ([], ["--group", f"{EVIL}2"], ["--html", str(tmp_path / "page.html")]):
-        assert run(parser.parse_args([config, EVIL, *more])) == 0
+        assert run(read, config, EVIL, *more) == 0
         check(capsys.readouterr().out)
     assert all(line.isprintable() for line in (tmp_path / "page.html").read_text().split("\n"))
 

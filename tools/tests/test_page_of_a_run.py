@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from contents import recording
 
 from dataplane_core import connect
 from dataplane_core.cli import main
@@ -17,15 +18,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 PUT = {"at": 5.0, "op": "put_samples", "partition": "p", "rows": 8, "bytes": 64, "seconds": 0.5, "fields": ["x"]}
 
 
-def config(folder):
-    return {"backend": "noop", "middleware": [{"recorder": {"folder": str(folder), "payload": "none"}}]}
-
-
 @pytest.fixture
 def events(tmp_path):
     """A run of eight steps over noop: 64 rows a step are put, claimed, read, acked and cleared."""
     folder = tmp_path / "events"
-    with connect(config(folder)) as client:
+    with connect(recording(folder, "none")) as client:
         client.register_partition("train", ["tokens", "reward"], None, ["policy"])
         for step in range(1, 9):
             ids = [f"s{step}_p{row}" for row in range(64)]
@@ -43,7 +40,7 @@ def events(tmp_path):
 
 def recorded(folder, *lines):
     """A recording with these lines of one client."""
-    connect(config(folder)).close()
+    connect(recording(folder, "none")).close()
     (file,) = folder.glob("*.jsonl")
     begin, *_ = file.read_bytes().splitlines()
     file.write_bytes(b"".join(line + b"\n" for line in (begin, *(sealed(json.dumps(each).encode()) for each in lines))))

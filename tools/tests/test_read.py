@@ -1,6 +1,5 @@
 """`dataplane read`: which samples it shows, how it takes them apart, and that it takes none from a task."""
 
-import argparse
 import io
 import json
 import math
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from contents import run
 from torch import tensor
 
 from dataplane_core import connect
@@ -28,11 +28,8 @@ from dataplane_tools._tokenizer import Tokenizer
 from dataplane_tools._where import parse_where
 
 
-def read(*arguments):
-    """Runs `dataplane read`."""
-    parser = argparse.ArgumentParser()
-    run = commands.read(parser)
-    assert run(parser.parse_args(list(arguments))) == 0
+def read(*words):
+    assert run(commands.read, *words) == 0
 
 
 TOKENS = [list(b"2+2=4."), list(b"2+2=5"), list(b"7+1=8."), list(b"7+1=9.")]
@@ -190,27 +187,20 @@ def test_what_has_no_order_comes_last(local):
     assert list(rows.find(sort="a", descending=True).tags) == ["s3", "s1", "s5", "s7", "s0", "s2", "s4", "s6"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"where": parse_where("weigth_version > 7")}, "has no tag or field 'weigth_version'. It has: 'info', 'input_"),
-        ({"where": parse_where("weight_version > 70"), "sort": "rewrad"}, "has no tag or field 'rewrad'"),
-        ({"sort": "input_ids"}, "'input_ids' of sample 'q0_g0' is no single value."),
-        ({"where": parse_where("info == 1")}, "'info' of sample 'q0_g0' is no single value."),
-        ({"group": "q"}, "has no group 'q'. It has: 'q0', 'q1'."),
-    ],
-)
-def test_a_name_that_is_not_there_is_refused(local, asked, said):
-    with pytest.raises(InvalidRequestError) as caught:
-        Rows(local, "step-1").find(**asked)
-    assert said in str(caught.value)
-
-
-def test_fields_partitions_and_limits_are_checked(client, config, nowhere):
+def test_names_and_limits_are_checked(client, config, nowhere):
     client.register_partition("step-2", ["x"], None, [])
+    for words, named in (
+        (["--fields", "reward,rewrad"], "has no field 'rewrad'"),
+        (["--where", "weigth_version > 7"], "has no tag or field 'weigth_version'. It has: 'info', 'input_"),
+        (["--where", "reward > 70", "--sort", "rewrad"], "has no tag or field 'rewrad'"),
+        (["--sort", "input_ids"], "'input_ids' of sample 'q0_g0' is no single value"),
+        (["--where", "info == 1"], "'info' of sample 'q0_g0' is no single value"),
+        (["--group", "q"], "has no group 'q'. It has: 'q0', 'q1'."),
+        (["--limit", "0"], "--limit 0"),
+    ):
+        with pytest.raises(InvalidRequestError, match=named):
+            read(config, "step-1", *words)
     for words, error, named in (
-        ([config, "step-1", "--fields", "reward,rewrad"], InvalidRequestError, "has no field 'rewrad'"),
-        ([config, "step-1", "--limit", "0"], InvalidRequestError, "--limit 0"),
         ([config, "step-3"], UnknownPartitionError, "step-3"),
         ([config], InvalidRequestError, "There are 2: 'step-1', 'step-2'"),
         ([nowhere, "step-1"], BackendUnavailableError, "shm_store"),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from contents import rows
+from contents import recording, rows
 
 from dataplane_core import connect
 from dataplane_core.cli import main
@@ -15,11 +15,6 @@ from dataplane_tools import _recorded, export_partition
 IDS = ["q0_g0", "q0_g1", "q1_g0", "q1_g1"]
 
 
-def run_of(folder, payload="all"):
-    """A client that records."""
-    return connect({"backend": "noop", "middleware": [{"recorder": {"folder": folder, "payload": payload}}]})
-
-
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "recording"
@@ -27,7 +22,7 @@ def folder(tmp_path):
 
 def run_that_puts(folder, *sample_ids, payload="all", tags=None):
     """A recording of samples with ``x``, which is 1, in partition ``train``: a put for each."""
-    with run_of(folder, payload) as client:
+    with connect(recording(folder, payload)) as client:
         client.register_partition("train", ["x"], None, [])
         for sample_id in sample_ids:
             client.put_samples([sample_id], "train", {"x": torch.ones(1)}, tags=tags)
@@ -56,7 +51,7 @@ def read(capsys, *arguments):
 def test_an_export_has_all_rows_that_the_run_put_and_cleared(folder, other, tmp_path, capsys):
     registration = (["tokens", "reward"], None, ["trainer"], 2, {"source": ["math", "code"]})
     other.register_partition("train", *registration)
-    with run_of(folder) as client:
+    with connect(recording(folder)) as client:
         for step in (1, 2, 3):
             client.register_partition("train", *registration)
             for store in (client, other):  # the other one drops nothing
@@ -75,7 +70,7 @@ def test_an_export_has_all_rows_that_the_run_put_and_cleared(folder, other, tmp_
 
 
 def test_samples_are_shown_as_text_with_the_step_after_their_put_and_on_a_page(folder, tmp_path, capsys):
-    with run_of(folder) as client:
+    with connect(recording(folder)) as client:
         client.register_partition("train", ["text"], None, [])
         client.put_samples(["a"], "train", {"text": ["first"]})
         client.mark_step(1)
@@ -97,7 +92,7 @@ def test_samples_are_shown_as_text_with_the_step_after_their_put_and_on_a_page(f
 
 
 def test_of_a_sample_that_was_put_again_the_newest_row_is_shown(folder, capsys):
-    with run_of(folder) as client:
+    with connect(recording(folder)) as client:
         client.register_partition("train", ["x"], None, [])
         client.put_samples(
             ["a", "b"], "train", {"x": torch.tensor([1.0, 2.0]), "y": torch.ones(2)}, tags=[{"r": 1}] * 2
@@ -112,7 +107,7 @@ def test_of_a_sample_that_was_put_again_the_newest_row_is_shown(folder, capsys):
 
 
 def test_registrations_with_other_dtypes_show_the_newest_rows(folder, capsys):
-    with run_of(folder) as client:
+    with connect(recording(folder)) as client:
         for ids, column in ((["a"], torch.ones(1, dtype=torch.int64)), (["b"], ["text"])):
             client.register_partition("train", ["x"], None, [])
             client.put_samples(ids, "train", {"other": torch.ones(1)})
@@ -133,7 +128,7 @@ def test_without_rows_it_says_what_to_record(folder, capsys, payload):
 
 def test_of_a_share_of_the_samples_the_others_are_counted(folder, capsys):
     ids = [f"s{number}" for number in range(256)]
-    with run_of(folder, payload=0.25) as client:
+    with connect(recording(folder, 0.25)) as client:
         client.register_partition("train", ["x", "y"], None, [])
         client.put_samples(ids, "train", {"x": torch.arange(256.0)}, tags=[{"n": row} for row in range(256)])
         client.put_samples(ids, "train", {"y": torch.arange(256.0)})
@@ -149,7 +144,7 @@ def test_of_a_share_of_the_samples_the_others_are_counted(folder, capsys):
 
 def test_a_client_that_records_less_is_said(folder, capsys):
     run_that_puts(folder, "a")
-    with run_of(folder, payload="digests") as client:
+    with connect(recording(folder, "digests")) as client:
         client.register_partition("train", ["x"], None, [], if_exists="keep")
         client.put_samples(["a", "b"], "train", {"y": torch.ones(2)}, tags=[{"r": 1}] * 2)
         client.put_samples(["a"], "train", {}, tags=[{"q": 2}])
@@ -160,7 +155,7 @@ def test_a_client_that_records_less_is_said(folder, capsys):
 
 def test_blocks_of_several_columns_are_read_once_while_their_rows_are_asked_for(folder, monkeypatch):
     ids = [f"s{row}" for row in range(8)]
-    with run_of(folder) as client:
+    with connect(recording(folder)) as client:
         client.register_partition("train", ["x", "y"], None, [])
         for some, name in itertools.product((ids[:4], ids[4:]), ("x", "y")):
             client.put_samples(some, "train", {name: torch.ones(4, 200)})

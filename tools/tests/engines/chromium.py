@@ -1,8 +1,8 @@
-"""A real Chromium without a window, driven over its DevTools protocol."""
+"""A real Chromium without a window, driven by its DevTools protocol over two pipes."""
 
-import asyncio
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -10,39 +10,44 @@ import time
 from itertools import count
 from pathlib import Path
 
-import aiohttp
-
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-_START_S = 120.0
-_ANSWER_S = 60.0
+_ANSWER_S = 120.0
+#: It reads commands from descriptor 3, and writes to 4.
+_WITH_PIPES = 'exec "$@" 3<&{commands} 4>&{answers}'
 
 
 class Browser:
     """A Chromium with one page. Use it in a ``with`` statement; its profile lies in ``folder``."""
 
-    def __init__(self, folder, size="1400,900"):
-        self._profile = Path(folder) / "profile"
-        self._size = size
+    def __init__(self, folder):
+        self._folder = Path(folder)
         self._numbers = count(1)
+        self._session = {}
+        self._unread = b""
         #: What the pages did wrong: exceptions, and what the browser logged, such as a request that was refused.
         self.errors = []
 
     def __enter__(self):
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-        arguments += ["--remote-debugging-port=0", f"--user-data-dir={self._profile}", f"--window-size={self._size}"]
-        arguments += ["--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]
-        env = os.environ | dict.fromkeys(("HOME", "TMPDIR", "XDG_CONFIG_HOME"), str(self._profile.parent))
+        arguments += ["--remote-debugging-pipe", f"--user-data-dir={self._folder}/profile", "--hide-scrollbars"]
+        arguments += ["--disable-background-networking", "--disable-component-update", "--window-size=1400,900"]
+        commands, self._commands = os.pipe()
+        self._answers, answers = os.pipe()
+        words = ["bash", "-c", _WITH_PIPES.format(commands=commands, answers=answers), "bash", PROGRAM, *arguments]
         self._process = subprocess.Popen(
-            [PROGRAM, *arguments, "about:blank"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=env,
+            [*words, "about:blank"],
+            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL),
+            env=os.environ | dict.fromkeys(("HOME", "TMPDIR", "XDG_CONFIG_HOME"), str(self._folder)),
             start_new_session=True,
+            pass_fds=(commands, answers),
         )
-        self._loop = asyncio.new_event_loop()
+        os.close(commands)
+        os.close(answers)
         try:
-            self._loop.run_until_complete(self._connect())
+            while not (pages := self._pages()):  # it answers before it has opened its page
+                time.sleep(0.05)
+            attached = self.send("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)
+            self._session = {"sessionId": attached["sessionId"]}
             for part in ("Runtime", "Log", "Page"):
                 self.send(f"{part}.enable")
         except BaseException:
@@ -51,50 +56,33 @@ class Browser:
         return self
 
     def __exit__(self, *_):
-        self._loop.run_until_complete(self._disconnect())
-        self._loop.close()
         os.killpg(self._process.pid, signal.SIGKILL)  # its own session: the browser and all of its processes
         self._process.wait()
+        os.close(self._commands)
+        os.close(self._answers)
 
-    async def _connect(self):
-        self._session = aiohttp.ClientSession()
-        self._socket = None
-        port = self._profile / "DevToolsActivePort"
-        deadline = time.monotonic() + _START_S
-        while not (port.is_file() and port.read_text().count("\n") == 1):
-            assert self._process.poll() is None, "Chromium has ended"
-            assert time.monotonic() < deadline, "Chromium does not start"
-            await asyncio.sleep(0.05)
-        address = f"http://127.0.0.1:{port.read_text().split()[0]}"
-        while not (targets := await self._pages(address)):  # it listens before it has opened its page
-            assert time.monotonic() < deadline, "Chromium opens no page"
-            await asyncio.sleep(0.05)
-        (target,) = targets
-        self._socket = await self._session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0)
-
-    async def _pages(self, address):
-        async with self._session.get(f"{address}/json/list") as answer:
-            return [each for each in await answer.json() if each["type"] == "page"]
-
-    async def _disconnect(self):
-        if self._socket is not None:
-            await self._socket.close()
-        await self._session.close()
+    def _pages(self):
+        return [target for target in self.send("Target.getTargets")["targetInfos"] if target["type"] == "page"]
 
     def send(self, method, **parameters):
         """Sends a command of the protocol, and returns its result."""
-        return self._loop.run_until_complete(self._send(method, parameters))
-
-    async def _send(self, method, parameters):
         number = next(self._numbers)
-        await self._socket.send_json({"id": number, "method": method, "params": parameters})
-        while True:
-            answer = json.loads(await self._socket.receive_str(timeout=_ANSWER_S))
-            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+        command = {"id": number, "method": method, "params": parameters, **self._session}
+        os.write(self._commands, json.dumps(command).encode() + b"\0")
+        while (answer := self._answer()).get("id") != number:
+            if answer["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
                 self.errors.append(answer["params"])
-            if answer.get("id") == number:
-                assert "error" not in answer, answer
-                return answer["result"]
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _answer(self):
+        while b"\0" not in self._unread:
+            assert select.select([self._answers], [], [], _ANSWER_S)[0], "Chromium does not answer"
+            read = os.read(self._answers, 1 << 20)
+            assert read, "Chromium has ended"
+            self._unread += read
+        answer, _, self._unread = self._unread.partition(b"\0")
+        return json.loads(answer)
 
     def open(self, path, fragment=""):
         """Opens a file, and waits until it is loaded."""

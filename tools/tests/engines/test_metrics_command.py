@@ -1,4 +1,6 @@
-"""`dataplane metrics`: where processes serve their metrics, also once one is killed, and what the store says."""
+"""`dataplane metrics`: where processes serve their metrics, also once one is killed, and what the store says. The
+dashboard of examples/grafana shows that, and nothing else.
+"""
 
 import json
 import re
@@ -6,8 +8,10 @@ import signal
 import socket
 import subprocess
 import urllib.request
+from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from dataplane_core import connect
 from dataplane_core.cli import main
@@ -124,6 +128,27 @@ def test_the_backlog_of_tasks_and_who_is_starved(gauges):
     assert waited_s >= 0.5
     assert values("dataplane_task_backlog") == {("score",): 5, ("train",): 6}
     assert values("dataplane_task_ready") == {("score",): 2, ("train",): 0}
+
+
+def test_the_dashboard_shows_every_metric_and_no_other(gauges):
+    dashboard = json.loads((Path(__file__).parents[3] / "examples/grafana/dataplane.json").read_text())
+    questions = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
+    shown = {name for question in questions for name in re.findall(r"dataplane_\w+", question)}
+    assert 'up{job="dataplane"}' in questions  # Prometheus' own, for each process
+
+    def served():
+        pages = [metric.samples for metric in gauges.collect()]
+        for target in gauges.targets():
+            text = urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=60).read().decode()
+            pages += [metric.samples for metric in text_string_to_metric_families(text)]
+        names = {sample.name for page in pages for sample in page}
+        return {name for name in names if not name.endswith(("_created", "_count", "_sum"))}
+
+    def shows_all():
+        found = served()
+        return "dataplane_starved_seconds" in found and found == shown
+
+    eventually(shows_all, STARTS_S, f"a task that is starved, and nothing served but {shown}")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,26 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_wheel(folder, name, files, version="1.0", entry_points=""):
+    """Writes a wheel with these files, which are executable, and returns its path."""
+    stem = name.replace("-", "_")
+    info = f"{stem}-{version}.dist-info"
+    files = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": entry_points,
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    path = folder / f"{stem}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for place, text in files.items():
+            entry = zipfile.ZipInfo(place)
+            entry.external_attr = 0o100755 << 16
+            archive.writestr(entry, text)
+    return path
 
 
 class CleanEnvironment:

@@ -8,7 +8,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
-from clean_environment import CleanEnvironment
+from clean_environment import CleanEnvironment, make_wheel
 
 from dataplane_mooncake.machine import ACCEPTED, DISTRIBUTIONS
 
@@ -76,22 +76,9 @@ def test_pip_installs_core_and_a_backend_by_name_from_a_folder(wheels, clean):
 def mooncakes(tmp_path_factory):
     """A folder with a stand-in for each wheel of Mooncake: the module and the master, which do nothing."""
     folder = tmp_path_factory.mktemp("mooncakes")
+    files = {"mooncake/__init__.py": "", "mooncake/store.py": "", "mooncake/mooncake_master": "#!/bin/sh\n"}
     for name in DISTRIBUTIONS:
-        stem = f"{name.replace('-', '_')}-{ACCEPTED[-1]}"
-        info = f"{stem}.dist-info"
-        files = {
-            "mooncake/__init__.py": "",
-            "mooncake/store.py": "",
-            "mooncake/mooncake_master": "#!/bin/sh\n",
-            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {ACCEPTED[-1]}\n",
-            f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        }
-        files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-        with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
-            for place, text in files.items():
-                entry = zipfile.ZipInfo(place)
-                entry.external_attr = 0o100755 << 16  # the master is a program
-                archive.writestr(entry, text)
+        make_wheel(folder, name, files, ACCEPTED[-1])
     return folder
 
 

@@ -229,6 +229,13 @@ def timed_ms(step: Step) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def cpu_ms(step: Step) -> tuple[Any, float]:
+    """What a step returns, and the CPU that this process takes for it."""
+    start = time.process_time()
+    result = step()
+    return result, (time.process_time() - start) * 1e3
+
+
 def medians_ms(contestants: Mapping[str, Steps], rounds: int) -> dict[str, tuple[float, ...]]:
     """Median milliseconds of each contestant's timed steps. They take turns; a round before the first warms up."""
     times: dict[str, list[list[float]]] = {name: [] for name in contestants}
@@ -237,11 +244,6 @@ def medians_ms(contestants: Mapping[str, Steps], rounds: int) -> dict[str, tuple
             times[name].append([timed_ms(step) for step in steps])
             clear()
     return {name: tuple(map(statistics.median, zip(*rows[1:], strict=True))) for name, rows in times.items()}
-
-
-def median_us(step: Callable[[int], Any], repeats: int) -> float:
-    """Median microseconds of ``step(0)``, ``step(1)``, ..."""
-    return statistics.median(timed_ms(lambda number=number: step(number)) for number in range(repeats)) * 1e3
 
 
 def cpu_s(pid: int) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,15 +91,6 @@ def wire(
 # --- in a folder ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _folder_in(parent: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="dataplane-durable-", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
-
-
 def _file_steps(path: Path, new: bool, columns: Any) -> bench.Steps:
     """Writes and syncs a file: a new one, or one that is there."""
     data = memoryview(bench.random_rows(1, bench.size_bytes(columns)).numpy().reshape(-1))
@@ -123,7 +114,8 @@ def durable(batches: tuple[str, ...] = ("A", "B"), rounds: int = 40, disk: Path 
     The folder is in /dev/shm, and on the disk that ``--disk`` names; there with ``sync: commit`` too.
     """
     with ExitStack() as stack:
-        memory, on_disk = (stack.enter_context(_folder_in(parent)) for parent in (Path("/dev/shm"), disk))
+        folders = [tempfile.TemporaryDirectory(None, "dataplane-durable-", parent) for parent in ("/dev/shm", disk)]
+        memory, on_disk = (Path(stack.enter_context(folder)) for folder in folders)
         options: dict[str, Any] = {
             "shm_store": {},
             "`durable` on tmpfs": {"durable": str(memory / "store")},
@@ -167,7 +159,8 @@ def small(backends: tuple[str, ...] = ("noop", "shm_store"), repeats: int = 500)
                 lambda _, client=client: client.claim_meta("small", "train", ["x"], 1, blocking=False),
                 move,
             )
-            rows.append([backend, *(bench.median_us(step, repeats) for step in steps)])
+            times = ([bench.timed_ms(partial(step, number)) for number in range(repeats)] for step in steps)
+            rows.append([backend, *(statistics.median(ms) * 1e3 for ms in times)])
     yield Table("small", ["one sample, one scalar", "put us", "read us", "claim us", "64 ragged rows us"], rows)
 
 

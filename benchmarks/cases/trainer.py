@@ -151,11 +151,7 @@ def sharding(
         steps |= {name: partial(shard_meta_for_dp, meta, dp_world=8, **way) for name, way in ways.items()}
         best = dict.fromkeys(steps, float("inf"))
         for _ in range(rounds if size <= 16_384 else max(3, rounds // 5)):
-            for name, step in steps.items():
-                start = time.process_time()
-                kept = step()
-                best[name] = min(best[name], (time.process_time() - start) * 1e3)
-                del kept  # freed outside of the measured time
+            best = {name: min(best[name], bench.cpu_ms(step)[1]) for name, step in steps.items()}
         for name, ms in best.items():
             rows.setdefault(name, []).extend((ms, ms / best["sort and one pass"], peak_mb(steps[name])))
     heads = [head for size in sizes for head in (f"n = {size:,}: ms", "times the sort", "peak MB")]
@@ -180,11 +176,11 @@ def packed(
     meta = KVBatchMeta("train", "train", [f"q{row}" for row in range(num_rows)], sequence_lengths=lengths)
     packing = {"input_key": "input_ids", "input_lengths_key": "input_lengths", "sequence_length_pad_multiple": 1}
     packing |= {"algorithm": "modified_first_fit_decreasing", "max_tokens_per_microbatch": limit * longest}
+    plan = partial(shard_meta_for_dp, meta, dp_world=ranks, sequence_packing_args=packing, balance=balance)
     times = []
     for _ in range(9):
-        start = time.process_time()
-        shards, _ = shard_meta_for_dp(meta, dp_world=ranks, sequence_packing_args=packing, balance=balance)
-        times.append((time.process_time() - start) * 1e3)
+        (shards, _), ms = bench.cpu_ms(plan)
+        times.append(ms)
     bins = [
         [shard.sequence_lengths[start:end] for start, end in shard.extra_info["micro_batch_indices"][0]]
         for shard in shards
@@ -291,9 +287,8 @@ def weights(
         changed, deltas, sent, size, before = list[float](), list[int](), 0, 0, dict[str, Tensor]()
 
         def spend(name: str, call: Callable[[], Any], times: dict[str, list[float]] = times) -> Any:
-            start = time.process_time()
-            result = call()
-            times.setdefault(name, []).append((time.process_time() - start) * 1e3)
+            result, ms = bench.cpu_ms(call)
+            times.setdefault(name, []).append(ms)
             return result
 
         with connect(bench.config_of(backend)) as client:

@@ -7,21 +7,48 @@ that can import both the project and dataplane; without it, this one.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 HERE = Path(__file__).parent
 #: The tests that need no checkout.
 COMPAT_TESTS = HERE.parents[1] / "compat/tests"
+#: Stands for what a project has itself.
+ITSELF = "itself"
+BACKENDS = ["noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake"]
 
 
 def needs_checkout(project):
     """The mark of a test."""
     return pytest.mark.skipif(f"{project}_CHECKOUT" not in os.environ, reason=f"{project}_CHECKOUT names no checkout")
+
+
+def config_file(folder, backend, name):
+    """The file of the config of a store of this name."""
+    options = {} if backend == "noop" else {"instance" if backend.startswith("tq_") else "namespace": name}
+    if backend == "tq_mooncake":
+        options["segment_size_bytes"] = 256 * 2**20
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"backend": backend, "op_timeout_s": 120, "options": options}))
+    return str(path)
+
+
+def over_our_module(source):
+    """Source code that imports our module in the place of TransferQueue."""
+    ours = "dataplane_compat.transfer_queue"
+    source = re.sub(r"^( *)import transfer_queue( as|$)", rf"\1import {ours} as transfer_queue\2", source, flags=re.M)
+    source = source.replace("as transfer_queue as", "as")
+    source = re.sub(r"^( *)import transfer_queue\.", rf"\1import {ours}.", source, flags=re.M)
+    source = source.replace(".streaming_dataset import chunk_batch_fn", " import micro_batches as chunk_batch_fn")
+    source = re.sub(r"^from transfer_queue", f"from {ours}", source, flags=re.M)
+    assert ours in source
+    return source
 
 
 def run(project, *arguments, cwd=None, paths=None, timeout_s=280, **environment):
@@ -38,9 +65,11 @@ def run(project, *arguments, cwd=None, paths=None, timeout_s=280, **environment)
     )
 
 
-def check_output(done, last_line):
-    """Fails unless the program ended as expected."""
-    assert done.stdout.splitlines()[-1:] == [last_line], done.stdout[-3000:] + done.stderr[-3000:]
+def run_program(project, *arguments, **how):
+    """Runs a program, such as ``-c CODE``, which must end well. What it printed."""
+    done = run(project, *arguments, **how)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def run_tests(project, folder, *arguments, expected, timeout_s=880, **how):

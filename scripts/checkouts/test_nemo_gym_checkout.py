@@ -1,6 +1,6 @@
 """NeMo Gym's names are those that the adapter uses. See docs/trainers.md and `checkouts.py`."""
 
-from checkouts import check_output, needs_checkout, run
+from checkouts import config_file, needs_checkout, run_program
 
 NAMES = """
 import asyncio, dataclasses, inspect
@@ -12,11 +12,12 @@ assert list(theirs.TokenEntry.model_fields) == [
     "schema_version", "rollout_id", "model_call_id", "model", "prompt_token_ids", "generation_token_ids",
     "generation_log_probs", "routed_experts", "output_items", "token_item_index", "created_at",
 ]
-names = [each.name for each in dataclasses.fields(theirs.TokenCaptureSnapshot)]
+names = [field.name for field in dataclasses.fields(theirs.TokenCaptureSnapshot)]
 assert names == ["rollout_id", "entries", "incomplete", "snapshot_id", "version"]
 
 def parameters(function):
-    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+    signature = inspect.signature(function)
+    return [(parameter.name, parameter.kind, parameter.default) for parameter in signature.parameters.values()]
 
 for protocol, methods in {theirs.TokenSink: {"put", "mark_incomplete", "close"},
                           theirs.TokenSource: {"freeze", "drop", "close"}}.items():
@@ -47,13 +48,10 @@ async def main():
 
 ((item,), masked) = asyncio.run(main())
 assert (item["prompt_token_ids"], item["generation_token_ids"], masked) == ([1, 2], [3], False)
-print("as expected")
 """
 
 
 @needs_checkout("NEMO_GYM")
 def test_nemo_gyms_names_are_those_that_the_adapter_uses(tmp_path):
     """And its config makes our sink, into which its capture writes, and from which its builder reads."""
-    config = tmp_path / "config.yaml"
-    config.write_text("backend: noop\n")
-    check_output(run("NEMO_GYM", "-c", NAMES, DATAPLANE_CONFIG=str(config)), "as expected")
+    run_program("NEMO_GYM", "-c", NAMES, DATAPLANE_CONFIG=config_file(tmp_path, "noop", "names"))

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkouts import check_output, needs_checkout, run
+from checkouts import BACKENDS, ITSELF, needs_checkout, over_our_module, run_program
 from test_signatures import CALLS_OF_ROLL
 
 CHECKOUT = os.environ.get("ROLL_CHECKOUT")
@@ -19,12 +19,12 @@ FILE = "roll/distributed/scheduler/transfer_backend.py"
 
 @needs_checkout("ROLL")
 def test_roll_calls_what_is_tested_here():
-    found = {}
+    calls = {}
     for node in ast.walk(ast.parse((Path(CHECKOUT) / FILE).read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("tq."):
-            given = (*range(len(node.args)), *sorted(each.arg for each in node.keywords))
-            found.setdefault(ast.unparse(node.func).removeprefix("tq."), []).append(given)
-    assert {name: sorted(calls) for name, calls in found.items()} == CALLS_OF_ROLL
+            arguments = (*range(len(node.args)), *sorted(keyword.arg for keyword in node.keywords))
+            calls.setdefault(ast.unparse(node.func).removeprefix("tq."), []).append(arguments)
+    assert {name: sorted(arguments) for name, arguments in calls.items()} == CALLS_OF_ROLL
 
 
 PROGRAM = """
@@ -53,7 +53,7 @@ def rows(value):
 class Worker:
     def work(self, batch):
         part = batch.select_idxs([3, 1])
-        read = rows(part.batch["tokens"]), [each["text"] for each in part.non_tensor_batch["texts"]]
+        read = rows(part.batch["tokens"]), [text["text"] for text in part.non_tensor_batch["texts"]]
         more = DataProto.from_dict({"logprobs": torch.ones(4, 3, dtype=torch.bfloat16) * 0.5})
         return read, DataProto.to_remote(more, batch._remote_batch.partition, ref_data=batch)
 
@@ -70,43 +70,31 @@ whole = batch.union(more)
 whole._remote_batch.cache = None  # what this process put is read from the store
 logprobs = whole.batch["logprobs"]
 assert logprobs.dtype == torch.bfloat16 and rows(logprobs) == [[0.5] * 3] * 4
-assert [each["turns"] for each in whole.non_tensor_batch["texts"]] == [[0], [1], [2], [3]]
-half = DataProto.concat([each for each in whole.chunk(2)])
+assert [text["turns"] for text in whole.non_tensor_batch["texts"]] == [[0], [1], [2], [3]]
+half = DataProto.concat(list(whole.chunk(2)))
 assert rows(half.batch["tokens"]) == tokens.tolist()
 
 DataProto.drop(whole)
 try:
     transfer_backend.get(batch._remote_batch.partition, batch._remote_batch.row_ids(), ["tokens"])
-except (KeyError, ValueError) as error:
-    print("gone:", type(error).__name__)
+except (KeyError, ValueError):
+    pass
 else:
     raise AssertionError("the rows are still there")
 transfer_backend.tq.close()
 ray.shutdown()
-print("done")
 """
-
-#: Stands for TransferQueue itself.
-ITSELF = "TransferQueue"
-CONFIGS = {
-    ITSELF: {"backend": {"SimpleStorage": {"num_data_storage_units": 2}}},
-    **{
-        name: {"backend": name, "op_timeout_s": 120}
-        for name in ("noop", "shm_store", "redis_store", "tq_simple", "tq_mooncake")
-    },
-}
 
 
 @needs_checkout("ROLL")
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", CONFIGS)
+@pytest.mark.parametrize("backend", [ITSELF, *BACKENDS])
 def test_remote_batches_of_roll_go_through_the_store(tmp_path, backend):
     shutil.copytree(Path(CHECKOUT) / "roll", tmp_path / "roll")
-    source = tmp_path / FILE
+    config = {"backend": {"SimpleStorage": {"num_data_storage_units": 2}}}  # TransferQueue's own
     if backend != ITSELF:
-        text = source.read_text()
-        assert text.count("import transfer_queue as tq") == 1
-        source.write_text(text.replace("import transfer_queue as tq", "import dataplane_compat.transfer_queue as tq"))
+        source, config = tmp_path / FILE, {"backend": backend, "op_timeout_s": 120}
+        source.write_text(over_our_module(source.read_text()))
     workers = "alone" if backend == "noop" else "workers"  # noop is one process
-    arguments = ["-W", "ignore", "-c", PROGRAM, json.dumps(CONFIGS[backend]), workers]
-    check_output(run("ROLL", *arguments, cwd=tmp_path, paths=[tmp_path]), "done")
+    arguments = ["-W", "ignore", "-c", PROGRAM, json.dumps(config), workers]
+    run_program("ROLL", *arguments, cwd=tmp_path, paths=[tmp_path])

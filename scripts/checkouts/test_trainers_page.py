@@ -3,26 +3,14 @@
 See `checkouts.py`.
 """
 
-import json
 import os
 import re
 from pathlib import Path
 
-from checkouts import check_output, needs_checkout, run
+import pytest
+from checkouts import config_file, needs_checkout, run_program
 
 PAGE = (Path(__file__).parents[2] / "docs/trainers.md").read_text(encoding="utf-8")
-
-
-def run_beside_lines(trainer, code, folder):
-    """Runs code beside the page's module for a trainer."""
-    (block,) = re.findall(rf"```python\n(# on_dataplane.py, for {trainer}\n.*?)```", PAGE, re.DOTALL)
-    assert len([line for line in block.splitlines()[1:] if line]) <= 20
-    (folder / "on_dataplane.py").write_text(block)
-    config = folder / "config.json"
-    config.write_text(json.dumps({"backend": "shm_store", "options": {"namespace": f"page-of-{trainer}"}}))
-    paths = [folder, os.environ[f"{trainer.upper()}_CHECKOUT"]]
-    done = run(trainer.upper(), "-c", code, cwd=folder, paths=paths, DATAPLANE_CONFIG=str(config))
-    check_output(done, "as expected")
 
 
 SLIME = """
@@ -45,7 +33,7 @@ def sample(i):
 
 def same(a, b):
     a, b = a.to_dict(), b.to_dict()
-    routed = [each.pop("rollout_routed_experts") for each in (a, b)]
+    routed = [columns.pop("rollout_routed_experts") for columns in (a, b)]
     return a == b and torch.equal(*routed)
 
 class Source(DataSource):
@@ -77,15 +65,7 @@ for step in range(3):
 for partition, count in (("prompts", 1), ("rollouts", 2)):
     on_dataplane.groups_of(partition, count).close()
 on_dataplane.client.close()
-print("as expected")
 """
-
-
-@needs_checkout("SLIME")
-def test_the_lines_for_slime(tmp_path):
-    run_beside_lines("slime", SLIME, tmp_path)
-
-
 MILES = """
 from argparse import Namespace
 import sys
@@ -103,19 +83,32 @@ assert isinstance(store, object_store.BaseObjectStore) and object_store.get_inst
 ref = store.put(data, value_spec={"tokens": object_store.ValueSpec("tensor_list", "int32")})
 other = store.put({})
 with store.get(ref) as value:
-    assert [each.tolist() for each in value.pop("tokens")] == [[1, 2, 3], [4, 5]]
-    assert value == {name: each for name, each in data.items() if name != "tokens"}
+    assert [tokens.tolist() for tokens in value.pop("tokens")] == [[1, 2, 3], [4, 5]]
+    assert value == {name: column for name, column in data.items() if name != "tokens"}
 assert store.get(other).value == {}
 store.remove(ref)
 store.remove(ref)
 try:
     store.get(ref)
 except KeyError:
-    print("as expected")
+    pass
+else:
+    raise AssertionError("the object is still there")
 store.client.close()
 """
 
 
-@needs_checkout("MILES")
-def test_the_lines_for_miles(tmp_path):
-    run_beside_lines("miles", MILES, tmp_path)
+@pytest.mark.parametrize(
+    ("trainer", "code"),
+    [
+        pytest.param("slime", SLIME, marks=needs_checkout("SLIME")),
+        pytest.param("miles", MILES, marks=needs_checkout("MILES")),
+    ],
+)
+def test_code_that_uses_the_lines_for_a_trainer(trainer, code, tmp_path):
+    (block,) = re.findall(rf"```python\n(# on_dataplane.py, for {trainer}\n.*?)```", PAGE, re.DOTALL)
+    assert len([line for line in block.splitlines()[1:] if line]) <= 20
+    (tmp_path / "on_dataplane.py").write_text(block)
+    paths = [tmp_path, os.environ[f"{trainer.upper()}_CHECKOUT"]]
+    config = config_file(tmp_path, "shm_store", f"page-of-{trainer}")
+    run_program(trainer.upper(), "-c", code, cwd=tmp_path, paths=paths, DATAPLANE_CONFIG=config)

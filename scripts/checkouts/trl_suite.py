@@ -25,22 +25,15 @@ import toy
 import trl.experimental.async_grpo.async_grpo_trainer as trainer_module
 import trl.experimental.async_grpo.async_rollout_worker as worker_module
 from datasets import Dataset
+from over_dataplane import CONFIG, owner, pytest_unconfigure as pytest_unconfigure
 
-from dataplane_core import DataPlaneClient, connect
+from dataplane_core import connect
 from dataplane_core.errors import UnknownPartitionError
 from dataplane_integrations.trl_async import SAMPLE_FIELDS, StoreRolloutWorker, StoreWeightTransfer, put_rollouts
 from dataplane_integrations.weights import WeightReader
 
-CONFIG = {"backend": "shm_store", "options": {"namespace": f"trl-suite-{os.getpid()}"}, "attach_wait_s": 60}
 TEMPLATE = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
-_owner: list[DataPlaneClient] = []
 _transfers: list[StoreWeightTransfer] = []
-
-
-def owner() -> DataPlaneClient:
-    if not _owner:
-        _owner.append(connect(CONFIG))
-    return _owner[0]
 
 
 class Worker(StoreRolloutWorker):
@@ -80,16 +73,16 @@ def write(name: str, weights: str, samples: Any, num_generations: int, fork_k: i
 
 
 def tokenizer(*_: Any, **__: Any) -> Any:
-    found = toy.build_tokenizer()
-    found.add_tokens([" "])
-    found.chat_template = TEMPLATE
-    return found
+    tokenizer = toy.build_tokenizer()
+    tokenizer.add_tokens([" "])
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 def model(*_: Any, **__: Any) -> Any:
-    found = toy.build_model(seed=0)
-    found.resize_token_embeddings(13)
-    return found
+    model = toy.build_model(seed=0)
+    model.resize_token_embeddings(13)
+    return model
 
 
 def dataset(*_: Any, **__: Any) -> Dataset:
@@ -124,8 +117,3 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
         module._StubRolloutWorker = worker
         module._StubWeightTransfer = lambda: _transfers[-1]
-
-
-def pytest_unconfigure() -> None:
-    for client in _owner:
-        client.close()

@@ -52,24 +52,30 @@ def test_a_group_of_rollouts_is_judged_by_rollouts(client, group_size):
         DynamicSampling(client, num_groups=1, group_size=3).add(meta)
 
 
-def test_survivors_accumulate_and_everything_else_is_cleared(client, generate):
+def test_survivors_and_their_carry_accumulate_and_everything_else_is_cleared(client, generate):
     plan = [[GOOD, SOLVED, GOOD], [HOPELESS, SOLVED, HOPELESS], [SOLVED, GOOD, GOOD]]
     sampling = DynamicSampling(client, num_groups=3, group_size=2)
+    before = []
 
-    assert not sampling.add(generate(plan[0]))
-    assert _clears(client) == (1, 2)
-    assert sampling.missing == 1
-    assert not sampling.add(generate(plan[1]))
-    assert _clears(client) == (2, 8)
-    assert sampling.add(generate(plan[2]))
+    def with_carry(number):
+        before.append((sampling.missing, *_clears(client)))
+        meta = generate(plan[number])
+        rewards = torch.tensor(plan[number]).flatten()
+        prompts = torch.full((meta.size, number + 1), number + 1)  # as wide as the generation's longest prompt
+        turns = [[f"turn of {sample_id}"] for sample_id in meta.sample_ids]
+        return RolloutReceipt(meta=meta, carry={"total_reward": rewards, "prompts": prompts, "turns": turns})
+
+    meta = sampling.collect(with_carry)
+    assert before == [(3, 0, 0), (1, 1, 2), (1, 2, 8)]
     assert _clears(client) == (3, 12)
-
-    meta = sampling.take()
     kept = ["r0p0_g0", "r0p0_g1", "r0p2_g0", "r0p2_g1", "r2p1_g0", "r2p1_g1"]
     assert meta.sample_ids == kept
     assert meta.sequence_lengths == [1, 2, 5, 6, 3, 4]
     assert meta.tags is not None
     assert [row["reward"] for row in meta.tags] == GOOD * 3
+    assert sampling.carry["total_reward"].tolist() == GOOD * 3
+    assert sampling.carry["prompts"].tolist() == [[1, 0, 0]] * 4 + [[3, 3, 3]] * 2
+    assert sampling.carry["turns"] == [[f"turn of {sample_id}"] for sample_id in kept]
     assert sorted(client.list_samples("train").sample_ids) == sorted(kept)
     counts = sampling.counts
     assert (counts.generations, counts.generated, counts.dropped, counts.overflow, counts.held) == (3, 9, 5, 1, 3)
@@ -168,24 +174,6 @@ def test_a_complete_step_takes_no_more_and_gives_its_rows_away_once_in_the_order
     sampling.discard()
     assert _clears(client)[0] == before[0] + 1, "only the test's own"
     assert sorted(client.list_samples("train").sample_ids) == ["r0p0_g0", "r0p0_g1", "r0p2_g0", "r0p2_g1"]
-
-
-def test_the_carry_of_the_kept_rows_accumulates_over_the_generations(client, generate):
-    plan = [[GOOD, SOLVED], [HOPELESS], [SOLVED, GOOD, GOOD]]
-
-    def with_carry(number):
-        meta = generate(plan[number])
-        rewards = torch.tensor([value for group in plan[number] for value in group])
-        prompts = torch.full((meta.size, number + 1), number + 1)  # as wide as the generation's longest prompt
-        turns = [[f"turn of {sample_id}"] for sample_id in meta.sample_ids]
-        return RolloutReceipt(meta=meta, carry={"total_reward": rewards, "prompts": prompts, "turns": turns})
-
-    sampling = DynamicSampling(client, num_groups=2, group_size=2)
-    meta = sampling.collect(with_carry)
-    assert meta.sample_ids == ["r0p0_g0", "r0p0_g1", "r2p1_g0", "r2p1_g1"]
-    assert sampling.carry["total_reward"].tolist() == GOOD * 2
-    assert sampling.carry["prompts"].tolist() == [[1, 0, 0]] * 2 + [[3, 3, 3]] * 2
-    assert sampling.carry["turns"] == [[f"turn of {sample_id}"] for sample_id in meta.sample_ids]
 
 
 def test_a_carry_that_does_not_fit_is_refused_before_anything_is_cleared(client, generate):

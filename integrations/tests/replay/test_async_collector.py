@@ -9,13 +9,8 @@ import pytest
 from replaying import WAIT_S, answers, prompts_of, write
 
 from dataplane_core.errors import InvalidRequestError
-from dataplane_integrations.errors import CollectorFailedError, RolloutAbortedError
-from dataplane_integrations.replay import (
-    AsyncCollector,
-    Collector,
-    ReadyFirstPolicy,
-    TargetStepPolicy,
-)
+from dataplane_integrations.errors import CollectorFailedError
+from dataplane_integrations.replay import AsyncCollector, ReadyFirstPolicy
 
 
 def test_every_prompt_is_generated_and_trained_on_once(make_buffer, client, held):
@@ -141,22 +136,3 @@ def test_a_coroutine_that_others_cancel_gives_its_group_back(make_buffer, client
 
     assert sorted(asyncio.run(train())) == [0, 1, 2]
     assert held() == []
-
-
-def test_a_rollout_in_a_thread_can_ask_whether_it_is_in_vain(make_buffer, client, held):
-    buffer = make_buffer(TargetStepPolicy(max_staleness=1, groups_per_version=1), num_prompts=2)
-
-    def rollout(reservations):
-        meta = write(client, reservations)
-        if reservations[0].weight_version == 0:
-            assert buffer.to_abort(reservations) == []
-            buffer.set_weight_version(1)  # step 0, for which the first group was started, is over
-        if buffer.to_abort(reservations) == list(reservations):
-            raise RolloutAbortedError("in vain")
-        return meta
-
-    with Collector(buffer, rollout, max_failures=1) as collector:
-        meta = buffer.select(1, timeout_s=WAIT_S)
-        collector.wait()
-    assert (collector.counts.aborted, collector.counts.failures) == (1, 0)
-    assert held() == meta.sample_ids == ["v1_p1_g0", "v1_p1_g1"]

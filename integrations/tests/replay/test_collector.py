@@ -9,7 +9,7 @@ import pytest
 from replaying import WAIT_S, answers, away_once, train_on_all, write
 
 from dataplane_core.errors import BackendUnavailableError, InvalidRequestError, InvalidTypeError, OperationTimeoutError
-from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError, RolloutAbortedError
+from dataplane_integrations.errors import CollectorFailedError, RolloutAbortedError
 from dataplane_integrations.replay import Collector, InOrderPolicy
 from dataplane_integrations.rollout import RolloutReceipt
 from dataplane_testkit._timing import Background, eventually
@@ -49,27 +49,6 @@ def test_a_group_that_is_short_of_a_sample_names_the_collector_that_makes_it(mak
     assert "in generate" not in client.why("replay")[0].text
 
 
-def test_rollouts_run_while_the_trainer_trains_but_not_further_than_allowed(make_buffer, client):
-    buffer = make_buffer()
-    begun = threading.Semaphore(0)
-
-    def rollout(reservations):
-        begun.release()
-        return answers(reservations)
-
-    with Collector(buffer, rollout, client=client) as collector:
-        meta = buffer.select(2, timeout_s=WAIT_S)  # in training from here
-        for _ in range(4):
-            assert begun.acquire(timeout=WAIT_S)
-        with pytest.raises(ReplayTimeoutError):
-            buffer.reserve(1, timeout_s=0)
-        with collector.quiet():
-            assert not begun.acquire(blocking=False)
-        buffer.consume(meta)
-        buffer.set_weight_version(1)
-        assert begun.acquire(timeout=WAIT_S)
-
-
 def test_a_rollout_that_fails_half_way_leaves_no_rows_and_its_prompt_comes_again(make_buffer, client, held):
     buffer = make_buffer(num_prompts=6)
     failed: list[str] = []
@@ -91,27 +70,6 @@ def test_a_rollout_that_fails_half_way_leaves_no_rows_and_its_prompt_comes_again
     counts = collector.counts
     assert (counts.groups, counts.failures, str(counts.last_error)) == (6, 2, "out of memory")
     assert held() == []
-
-
-def test_a_rollout_that_always_fails_ends_the_collector_and_tells_the_trainer(make_buffer, client, held):
-    buffer = make_buffer()
-
-    def rollout(reservations):
-        raise OSError("no GPU")
-
-    def in_vain(reservations):
-        raise RolloutAbortedError("not needed")
-
-    with Collector(buffer, in_vain, name="stopped", num_threads=2):
-        pass
-    collector = Collector(buffer, rollout, max_failures=3)
-    collector.start()
-    with pytest.raises(CollectorFailedError, match=r"gave up after 3 failures .* OSError: no GPU"):
-        buffer.select(1, timeout_s=WAIT_S)
-    with pytest.raises(CollectorFailedError, match=r"gave up after 3 failures .* OSError: no GPU") as info:
-        collector.stop()
-    assert isinstance(info.value.__cause__, OSError)
-    assert not buffer.view().groups
 
 
 def test_what_a_rollout_may_not_return_is_said(make_buffer):

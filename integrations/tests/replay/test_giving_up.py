@@ -173,16 +173,6 @@ def test_steps_when_the_prompts_are_used_up(make_buffer, commit, rule, num_promp
     assert trained == steps
 
 
-def test_what_the_trainer_discards_is_filled_at_once(make_buffer, fill):
-    buffer = make_buffer(steps_of(borrow=True))
-    fill(buffer, 4)
-    meta = buffer.select(2)
-    buffer.discard(meta.slice(0, 2))
-    assert prompts_of(buffer.select(1, timeout_s=0)) == [2]
-    with pytest.raises(ReplayTimeoutError):
-        buffer.select(1, timeout_s=0)
-
-
 def test_a_step_shrinks_by_what_was_given_up_and_waits_for_no_more(make_buffer, commit):
     buffer = make_buffer(steps_of(4, replacements=0, min_groups=2))
     reserved = buffer.reserve(8)
@@ -202,18 +192,6 @@ def test_a_step_shrinks_by_what_was_given_up_and_waits_for_no_more(make_buffer, 
     commit(buffer, reserved[5:])
     assert [prompts_of(buffer.select(2, timeout_s=0)) for _ in range(3)] == [[5, 6], [7], []]
     assert {each.target_step for each in buffer.reserve(1, timeout_s=0)} == {2}, "later steps have their full size"
-
-
-def test_a_step_that_lost_a_group_while_the_trainer_waits_ends_the_wait(make_buffer, commit):
-    buffer = make_buffer(steps_of(2, replacements=0, min_groups=1))
-    reserved = buffer.reserve(2)
-    commit(buffer, reserved[:1])
-    found: list[Any] = []
-    trainer = threading.Thread(target=lambda: found.append(buffer.select(2, timeout_s=WAIT_S)))
-    trainer.start()
-    buffer.abandon(reserved[1:], requeue=False)
-    trainer.join(WAIT_S)
-    assert prompts_of(found[0]) == [0]
 
 
 @pytest.mark.parametrize("borrow", [False, True])

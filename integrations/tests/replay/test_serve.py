@@ -10,8 +10,8 @@ import torch
 from replaying import WAIT_S, answers, away_once, prompts_of, write
 
 from dataplane_core.errors import BackendUnavailableError
-from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError
-from dataplane_integrations.replay import InOrderPolicy, PromptSource, ReplayBuffer, serve
+from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError, RolloutAbortedError
+from dataplane_integrations.replay import Collector, InOrderPolicy, PromptSource, ReplayBuffer, serve
 from dataplane_testkit._timing import Background
 
 
@@ -49,18 +49,24 @@ def test_a_process_ends_when_the_trainer_drops_the_prompts(make_buffer, client):
     process.result(WAIT_S)
 
 
-def test_a_trainer_learns_why_a_process_gave_up(make_buffer, client):
+def test_a_trainer_learns_why_a_process_gave_up_once_no_other_runs(make_buffer, client):
     buffer: ReplayBuffer = make_buffer()
+
+    def in_vain(reservations):
+        raise RolloutAbortedError("not needed")
 
     def rollout(reservations):
         raise OSError("no GPU")
 
-    process = Background(lambda: serve(client, "replay", rollout, max_failures=2))
-    with pytest.raises(CollectorFailedError, match=r"gave up after 2 failures .* OSError: no GPU"):
+    with Collector(buffer, in_vain, name="stopped", num_threads=2):
+        pass
+    process = Background(lambda: serve(client, "replay", rollout, max_failures=3))
+    with pytest.raises(CollectorFailedError, match=r"gave up after 3 failures .* OSError: no GPU"):
         buffer.select(1, timeout_s=WAIT_S)
-    with pytest.raises(CollectorFailedError) as info:
+    with pytest.raises(CollectorFailedError, match=r"gave up after 3 failures .* OSError: no GPU") as info:
         process.result(WAIT_S)
     assert isinstance(info.value.__cause__, OSError)
+    assert not buffer.view().groups
 
 
 @pytest.mark.parametrize("max_attempts", [None, 3])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dataplane_core.connecting import load_backend
-from dataplane_core.entry_points import BACKEND_GROUP, PluginRecord, find_plugins
+from dataplane_core.entry_points import BACKEND_GROUP, PluginRecord, find_plugins, unknown_plugin
 from dataplane_core.errors import ConfigError
 from dataplane_integrations.errors import PlacementError
 
@@ -182,8 +182,7 @@ def _record(backend: str) -> PluginRecord:
     for record in find_plugins():
         if record.name == backend:
             return record
-    load_backend(backend)  # raises an error with the known names and the pip command
-    raise AssertionError(f"backend '{backend}' loads, but is not listed")
+    raise unknown_plugin(BACKEND_GROUP, backend, "backend")
 
 
 def _excerpt(text: str) -> str:

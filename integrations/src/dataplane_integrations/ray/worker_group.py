@@ -99,19 +99,12 @@ def _failure(failures: Sequence[tuple[str, Exception]], doing: str) -> WorkerFai
 
     name, error = min(failures, key=rank)
     details = "\n\n".join(f"{who}:\n{what}" for who, what in failures)
-    if isinstance(error, RayActorError):
-        failed = WorkerFailedError(
-            f"{name} died while {doing}. Its process is gone, with what it held.",
-            worker=name,
-            died=True,
-            details=details,
-            hint="Ray's log of that worker says why; an out-of-memory kill is the usual cause.",
-        )
-        failed.__cause__ = error
-        return failed
-    cause = cause_of(error)
-    failed = WorkerFailedError(
-        f"{name} failed while {doing}: {type(cause).__name__}: {cause}", worker=name, details=details
-    )
+    cause, died = cause_of(error), isinstance(error, RayActorError)
+    what = f"failed while {doing}: {type(cause).__name__}: {cause}"
+    hint: str | None = None
+    if died:
+        what = f"died while {doing}. Its process is gone, with what it held."
+        hint = "Ray's log of that worker says why; an out-of-memory kill is the usual cause."
+    failed = WorkerFailedError(f"{name} {what}", worker=name, died=died, details=details, hint=hint)
     failed.__cause__ = cause
     return failed

@@ -3,17 +3,9 @@
 A *group* is the answers to one prompt, generated with one *weight version*. Its samples are
 ``v{weight_version}_p{prompt}_g{i}``. All state is in two partitions of the store: the answers, and the prompts.
 
-- `ReplayBuffer`, in the trainer: puts prompts into the store, as far ahead as the rule admits, and gives the trainer
-  the groups of their answers: `select` (or `take`, `batches`), then `consume`, `discard` or `put_back`, and
-  `set_weight_version` after each update.
-- The staleness rule, a `StalenessPolicy`, decides how many groups may be started (admit), which are trained next
-  (select) and which are dropped (evict): `WindowedPolicy`, `ReadyFirstPolicy`, `InOrderPolicy`, `TargetStepPolicy`,
-  or your own.
-- `serve`, in each rollout process: claims prompts under a lease, calls your rollout function, writes its rows and
-  commits them. If the process dies, its prompts are handed out again when the lease ends. If a rollout fails, its rows
-  are cleared, and its prompt is generated again.
-- `Collector`: the same in threads, also in the trainer's process; `AsyncCollector`: for a rollout that is a coroutine,
-  in your event loop. Outside the trainer's process they take a `PromptSource`.
+The trainer has a `ReplayBuffer` with a staleness rule, a `StalenessPolicy`. Each rollout process calls `serve`, or runs
+a `Collector` (threads) or an `AsyncCollector` (coroutines) over a `PromptSource`. In the trainer's process, they run
+over the buffer itself.
 """
 
 from dataplane_core.ledger import group_of

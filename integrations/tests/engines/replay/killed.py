@@ -1,9 +1,9 @@
 """Run as a program: drivers and rollouts on a running store that are killed at given points, and started again.
 
-``killed.py JOB``: ``JOB`` is a JSON file: ``role``, ``config``, ``registration``, ``num_prompts``, ``folder``, ``bad``
-(prompts whose rollouts fail: they are given up, and there is a spare prompt for each), and
-``kills``, a list of ``[point, nth]``. For each of them a process is forked that ends itself by SIGKILL when it comes to
-that point for the nth time; a last one runs to the end. What they did goes line by line to ``folder/log``.
+``killed.py JOB``: ``JOB`` is a JSON file: ``role``, ``config``, ``num_prompts``, ``folder``, ``bad`` (prompts whose
+rollouts fail: they are given up, and there is a spare prompt for each), and ``kills``, a list of ``[point, nth]``. For
+each of them a process is forked that ends itself by SIGKILL when it comes to that point for the nth time; a last one
+runs to the end. What they did goes line by line to ``folder/log``.
 """
 
 from __future__ import annotations

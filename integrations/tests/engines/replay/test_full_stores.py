@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from replaying import WAIT_S, answers, train_on_all, write
+from replaying import REGISTRATION, WAIT_S, answers, train_on_all, write
 
 from dataplane_core import connect
 from dataplane_core.middleware import Middleware
@@ -30,7 +30,7 @@ def client(request, monkeypatch):
     monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
     backend, options = request.param
     with connect({"backend": backend, "options": options, "middleware": [ImpatientPuts()]}) as client:
-        client.register_partition("replay", ["input_ids", "input_lengths"], None, ["train"], grpo_group_size=2)
+        client.register_partition("replay", **REGISTRATION)
         yield client
 
 

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
+from replaying import REGISTRATION
 from tiers import in_long
 
 from dataplane_core import connect
 from dataplane_integrations.replay import InOrderPolicy, ReplayBuffer, parse_sample_id
 
 PROMPTS = 12
-REGISTRATION: dict[str, Any] = {
-    "fields": ["input_ids"],
-    "num_samples": None,
-    "consumer_tasks": ["train"],
-    "grpo_group_size": 2,
-}
 LIMIT_S = 150.0
 
 
 @pytest.fixture(scope="module", params=["redis_store", *in_long("tq_simple")])
-def store(request):
+def store(request, config_of):
     """A store that other processes attach to."""
-    config: dict[str, Any] = {"backend": request.param, "op_timeout_s": 60}
-    if request.param == "redis_store":
-        config["options"] = {"namespace": f"killed-{os.getpid()}"}
-    else:
-        ray = request.getfixturevalue("local_ray")
-        config["options"] = {"instance": "killed", "ray_address": ray.get_runtime_context().gcs_address}
-    with connect(config) as client:
+    with connect(config_of(request.param)) as client:
         yield client
 
 
@@ -51,7 +38,6 @@ def run(python):
         job = {
             "role": role,
             "config": store.config.model_dump(),
-            "registration": REGISTRATION,
             "num_prompts": PROMPTS,
             "folder": str(folder),
             "bad": list(bad),

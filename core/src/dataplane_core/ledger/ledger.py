@@ -304,10 +304,8 @@ class Ledger:
         """The rows of other puts that a put names. Raises `ContentGoneError` if one is gone, or if there is one with
         a probe of the put."""
         refs = [ref for write in put.writes for ref in write.known]
-        digests = chain.from_iterable(write.digests for write in put.writes)
-        if not all(map(self._is_kept, refs)) or any(
-            len(digest) == commands.PROBE_BYTES and digest in self._content for digest in digests
-        ):
+        probes = [digest for write in put.writes for digest in write.digests if len(digest) == commands.PROBE_BYTES]
+        if not (all(map(self._is_kept, refs)) and self._content.keys().isdisjoint(probes)):
             raise ContentGoneError(
                 f"put_samples('{put.partition_id}') refused: which of its cells the store has is no longer as it was. "
                 "Nothing was written. Ask again."

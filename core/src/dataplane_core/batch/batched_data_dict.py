@@ -486,8 +486,6 @@ def _as_ints(what: str, indices: Any) -> list[int]:
 def concatenate(key: str, columns: Sequence[Any], pad_value: float) -> Any:
     """Joins one column or more along dim 0. Tensors of 2 and more dims are right-padded on dim 1 to the widest, and
     mixed dtypes are promoted, as `torch.cat` does."""
-    for column in columns:
-        checked_num_rows(key, column)
     if all(isinstance(column, torch.Tensor) for column in columns):
         return _concatenate_tensors(key, columns, pad_value)
     if all(isinstance(column, np.ndarray) for column in columns):

@@ -183,12 +183,9 @@ def shown_name(case: AuthorsClass | type[AuthorsClass]) -> str:
     return case.backend or case.under_test().__name__
 
 
-#: The names that an author's class may define. It may not override any other name of the kit.
-AUTHORS_NAMES: Final = {name for name in vars(AuthorsClass) if not name.startswith("_")} - {
-    "all_deviations",
-    "copies_allowed",
-    "supplies",
-    "under_test",
+#: The names that an author's class may define: all public ones above but the class methods.
+AUTHORS_NAMES: Final = {
+    name for name, value in vars(AuthorsClass).items() if name[0] != "_" and not isinstance(value, classmethod)
 }
 
 

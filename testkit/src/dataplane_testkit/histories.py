@@ -112,7 +112,6 @@ FIELDS: Final = {
 class Put:
     """A put, whole."""
 
-    op = "put"
     partition_id: str
     sample_ids: Sequence[str]
     columns: Mapping[str, str]  # the kinds of its cells; empty: tags alone
@@ -181,7 +180,6 @@ class Put:
 class Wait:
     """Time passes."""
 
-    op = "wait"
     seconds: float
 
 
@@ -189,7 +187,6 @@ class Wait:
 class Stay:
     """A claim that waits until a later step lets it be answered."""
 
-    op = "stay"
     claim: commands.ClaimRequest
 
 
@@ -200,7 +197,6 @@ class Faulty:
     One that is late comes once more in time, but for a put: with that the history ends.
     """
 
-    op = "faulty"
     step: Any
     fault: Literal["lost", "late"]
 
@@ -326,20 +322,18 @@ class History:
         self._next.append(lambda: self._fresh(again))
 
     def _was_cleared(self, step: commands.ClearRequest) -> None:
-        dice = self.dice
+        dice, where = self.dice, step.partition_id
         if step.sample_ids is None:
-            if dice.random() < 0.5 and step.partition_id in PARTITIONS:
-                self._next += [self._repeat, lambda: self._register(step.partition_id, keep=False), self._repeat]
+            if dice.random() < 0.5 and where in PARTITIONS:
+                self._next += [self._repeat, partial(self._register, where, keep=False), self._repeat]
         elif dice.random() < 0.6:
             ids = list(step.sample_ids)
-            again = dice.choice(["clear", "put", "repeat"])
-            if again == "clear":
-                self._next.append(lambda: commands.ClearRequest(step.partition_id, ids))
-            elif again == "put":
-                self._next.append(lambda: self._put(step.partition_id, ids))
-                self._next.append(lambda: self._claim(step.partition_id))
-            else:
-                self._next.append(self._repeat)
+            then: list[list[Callable[[], Step | None]]] = [
+                [partial(commands.ClearRequest, where, ids)],
+                [partial(self._put, where, ids), partial(self._claim, where)],
+                [self._repeat],
+            ]
+            self._next += dice.choice(then)
 
     def _ends_of(self, claim: commands.ClaimRequest) -> list[Callable[[], Step | None]]:
         """What may end the wait of a claim."""
@@ -462,14 +456,9 @@ class History:
     def _put(self, name: str = "", ids: Sequence[str] = (), fields: Sequence[str] = ()) -> Put:
         dice, where = self.dice, name or self._part()
         ids = list(ids) or self._some_ids(where)
-        put = Put(
-            where,
-            ids,
-            self._columns(where, fields or self._fields()),
-            self._number(),
-            tags=[dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None,
-            by_content=self.by_content,
-        )
+        columns, number = self._columns(where, fields or self._fields()), self._number()
+        tags = [dice.choice(self._tags) for _ in ids] if dice.random() < 0.5 else None
+        put = Put(where, ids, columns, number, tags=tags, by_content=self.by_content)
         put = self._sealing(put) if self._has_rollouts(where) and dice.random() < 0.7 else put
         self._requests = [*self._requests[-6:], put]
         return put

@@ -113,17 +113,11 @@ def _all(history: History) -> Findings:
 
 
 def judged(history: History, promises: Mapping[str, str] | None) -> tuple[list[Judged], list[Judged]]:
-    """What a history breaks of what a store promises, and what else it breaks of the contract.
+    """What a history breaks of what a store promises, as in `Shim`, and what else it breaks of the contract.
 
-    Nothing that the store does not promise is taken for granted where its promises are judged: not that puts and
-    overwrites are whole, that a put which overlaps a clear fails, or that the store outlives its processes.
-
-    Args:
-        history: The history.
-        promises: As in `Shim`. None: the whole contract.
-
-    Returns:
-        The findings of both kinds, each with the history in which `check` finds it.
+    Each finding has the history in which `check` finds it. Nothing that the store does not promise is taken for granted
+    where its promises are judged: not that puts and overwrites are whole, that a put which overlaps a clear fails, or
+    that the store outlives its processes. Without ``promises``, the whole contract is promised.
     """
     if promises is None:
         return [(one, history) for one in check(history)], []
@@ -656,18 +650,16 @@ class Index:
         for call in self.calls:
             for sample, cells in call.seen.items():
                 for name, version in cells.items():
-                    self._witness(call, self.rows[call.partition][sample].versions, name, version)
+                    versions = self.rows[call.partition][sample].versions
+                    shown = versions.get(version) if isinstance(version, int) else None
+                    if shown is not None:
+                        shown.seen_s[name] = min(call.end_s, shown.seen_s.get(name, math.inf))
+                        shown.seen_from_s = max(call.begin_s, shown.seen_from_s)
         for partition, rows in self.rows.items():
             for row in rows.values():
                 row.wipes += self.wipes[partition]
                 row.prove(history)
         self.tasks = {key: Task(calls, self.rows[key[0]]) for key, calls in of_tasks.items()}
-
-    def _witness(self, call: Call, versions: dict[int, Put], name: str, version: int | str) -> None:
-        put = versions.get(version) if isinstance(version, int) else None
-        if put is not None:
-            put.seen_s[name] = min(call.end_s, put.seen_s.get(name, math.inf))
-            put.seen_from_s = max(call.begin_s, put.seen_from_s)
 
     def registered(self, partition: str, begin_s: float, end_s: float) -> Call | None:
         """A registration by which a partition was there for certain from one moment to another."""

@@ -178,24 +178,19 @@ def run_chaos(
     how: dict[str, Any] = {"op_timeout_s": max(starts_s, settings.op_timeout_s), "share_above": SHARE_ABOVE}
     with (
         closing(Store(case, isolated, **how, read_cache_bytes=0)) as store,  # the audit fetches each cell
-        _run_on(store, settings, capacity_bytes, progress, store.held() if store.can_say_held else None) as run,
+        run_on(store, settings, progress, capacity_bytes, store.held() if store.can_say_held else None) as run,
     ):
         return run.verdict(store.name, folder, command)
 
 
-def history_of(store: Store, settings: Settings) -> History:
-    """The history of a run on a store that others use too: there is no limit to what it may hold."""
-    with _run_on(store, settings, None, lambda text: None) as run:
-        return run.history()
-
-
-def _run_on(
+def run_on(
     store: Store,
     settings: Settings,
-    capacity_bytes: int | None,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] = lambda text: None,
+    capacity_bytes: int | None = None,
     grown: Callable[[], int] | None = None,
 ) -> Run:
+    """A run on a store. One that others use too has no capacity, and nobody can say what it holds."""
     cls = store.backend_class
     able, threaded = cls.capabilities, cls.scope is Scope.PROCESS or settings.num_steps is not None
     how: dict[str, Any] = {"op_timeout_s": settings.op_timeout_s, "share_above": SHARE_ABOVE}
@@ -397,8 +392,7 @@ class Run(ExitStack):
     def _run_processes(self, new_worker: Callable[[], Worker]) -> None:
         settings = self._settings
         try:
-            for number in range(settings.workers):
-                self._workers[number] = _Life(number, 0, new_worker())
+            self._workers = {number: _Life(number, 0, new_worker()) for number in range(settings.workers)}
             for worker in self._workers.values():
                 worker.process.wait_ready()
             self._until_s = time.monotonic() + settings.schedule_s

@@ -35,11 +35,8 @@ from dataplane_testkit.chaos.checker import GUARANTEES, RULES
 from dataplane_testkit.chaos.run import Run, Verdict
 from dataplane_testkit.chaos.worker import TASKS, Settings
 
-#: What workers can do with each shim, and with one whose claims have leases.
-_STEPS: Final = frozenset(
-    ("put", "put_later", "overwrite", "put_again", "get", "get_one_field", "claim", "list", "clear")
-)
-_LEASED_STEPS: Final = frozenset(("ack",))
+#: What workers can do with each shim; they also ack where claims have leases.
+_STEPS: Final = ("put", "put_later", "overwrite", "put_again", "get", "get_one_field", "claim", "list", "clear")
 #: Seconds from the end of a call's allowance to when it is given up.
 _GIVE_UP_S: Final = 1.0
 
@@ -157,12 +154,9 @@ def _unpacked(field: str, data: bytes) -> Any:
 
 
 class ShimClient:
-    """What `Hands` call, over a shim. As a context manager it closes the shim.
+    """What `Hands` call, over a shim; as a context manager it closes it. A call is left alone after ``give_up_s``.
 
-    Args:
-        shim: The shim.
-        mark: Begins the names of the partitions in the store.
-        give_up_s: Seconds after which a call that has not ended is left alone.
+    ``mark`` begins the names of the partitions in the store.
     """
 
     def __init__(self, shim: Shim, mark: str, give_up_s: float) -> None:
@@ -259,7 +253,7 @@ def run_shim(
             client=client,
             op_timeout_s=settings.op_timeout_s,
             new_worker=partial(Worker, opened),
-            steps=_STEPS | (_LEASED_STEPS if "lease" in promises else frozenset()),
+            steps=frozenset((*_STEPS, "ack") if "lease" in promises else _STEPS),
             disturbances=client.shim.disturbances(),
             tags=False,
         ) as run,

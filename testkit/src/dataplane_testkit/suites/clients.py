@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import time
 import uuid
 import warnings
@@ -214,9 +213,13 @@ _ROW: Final = BOUNDED_BYTES // 10
 _ROWS: Final = 8
 
 
+def _columns(names: list[str]) -> dict[str, torch.Tensor]:
+    """Rows that differ from all others: equal ones may be stored once."""
+    return {"x": torch.randint(256, (len(names), _ROW), dtype=torch.uint8)}
+
+
 def _put(client: DataPlaneClient, partition: str, names: list[str]) -> None:
-    # rows that differ from all others: equal ones may be stored once
-    client.put_samples(names, partition, {"x": torch.randint(256, (len(names), _ROW), dtype=torch.uint8)})
+    client.put_samples(names, partition, _columns(names))
 
 
 def _full(store: Store) -> tuple[DataPlaneClient, str]:
@@ -243,12 +246,7 @@ class CapacitySuite(Suite, chapter="capacity"):
         client, partition = _full(store)
         for timeout_s in (0.3, 2.0, 10.0):
             names = ids(4, f"n{timeout_s:g}-")  # a put that was not answered in time may yet be done
-            put = partial(
-                Hooks(client, timeout_s).put,
-                partition,
-                names,
-                {"x": torch.randint(256, (4, _ROW), dtype=torch.uint8)},
-            )
+            put = partial(Hooks(client, timeout_s).put, partition, names, _columns(names))
             with pytest.raises(OperationTimeoutError) as caught:
                 bounded(put, timeout_s + PROMPT_S, "a put that waits for room")
             if isinstance(caught.value, RoomTimeoutError):
@@ -461,8 +459,6 @@ class LifecycleSuite(Suite, chapter="lifecycle"):
 
 def _forked(call: Callable[[], str]) -> str:
     """Calls a function in a fork of this process. Returns its result."""
-    if not hasattr(os, "fork"):
-        not_run("this platform has no fork")
     mine, theirs = multiprocessing.Pipe()
     fork = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(call()), daemon=True)
     with warnings.catch_warnings():

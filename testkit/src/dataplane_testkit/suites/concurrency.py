@@ -27,7 +27,7 @@ from dataplane_testkit._timing import Background, in_threads
 from dataplane_testkit._workers import claim_all
 from dataplane_testkit.chaos.checker import Finding, check, shrunk
 from dataplane_testkit.chaos.history import OK, History
-from dataplane_testkit.chaos.run import HEIR, history_of, table
+from dataplane_testkit.chaos.run import HEIR, run_on, table
 from dataplane_testkit.chaos.worker import ROLLOUTS, Settings
 
 _FACTOR: Final = by_profile(1, 1, 10)
@@ -35,6 +35,14 @@ _FACTOR: Final = by_profile(1, 1, 10)
 _GROUPS, _PROCESSES, _CLAIM_S = by_profile((80, 2, 60.0), (80, 2, 60.0), (33_000, 7, 600.0))
 #: Elements of a row: few, and so many that an engine stores them on another way.
 _SIZES: Final = {"small": 2, "large": 64 * 1024}
+_MIXED: Final = [torch.arange(1), torch.zeros(1), torch.zeros(1, 3), as_objects(1)]
+#: Why puts exclude each other -> what is registered, the columns of four puts, and how many of them are accepted.
+_EXCLUSIVE: Final[dict[str, tuple[dict[str, Any], list[Any], int]]] = {
+    "schema": ({}, _MIXED, 1),
+    "declared": ({"fields": {"x": "int64"}}, _MIXED, 1),
+    "enum": ({"enums": {"x": ["0"]}}, [as_objects(str(number)) for number in range(4)], 1),
+    "group": ({"grpo_group_size": 2}, _MIXED[:1] * 4, 2),
+}
 #: How many processes are killed. The environment variable sets another number.
 _KILLS: Final = int(os.environ.get("DATAPLANE_CONFORMANCE_KILLS") or by_profile(5, 20, 200))
 #: Threads of one client, and the steps that each of them takes.
@@ -44,12 +52,9 @@ _LIMIT_S: Final = 900.0
 
 
 def _history_of(store: Store, who: str) -> tuple[History, list[Finding], str]:
-    """Random steps of threads of one client, or of processes that are killed: what the checker says of their history.
+    """Random steps of threads of one client, or of processes that are killed: their history, what it breaks, the seed.
 
     All tests look at one history of a store.
-
-    Returns:
-        The history, what it breaks, and how it was made.
     """
 
     def make() -> tuple[History, list[Finding], str]:
@@ -59,7 +64,8 @@ def _history_of(store: Store, who: str) -> tuple[History, list[Finding], str]:
             how = {"pause_s": 0.0005, "lease_s": 0.05, "workers": _THREADS, "num_steps": _STEPS}
         settings = Settings(seed=seed, schedule_s=_LIMIT_S, op_timeout_s=store.case.op_timeout_s, **how)
         try:
-            history = history_of(store, settings)
+            with run_on(store, settings) as run:
+                history = run.history()
         except Exception as error:
             raise AssertionError(f"{type(error).__name__}: {error} (seed {seed})") from error
         return history, check(history), f"(seed {seed})"
@@ -111,16 +117,10 @@ class RaceSuite(Suite, chapter="races"):
     def test_many_holders_ack_each_sample_once(self, store: Store) -> None:
         _holds(store, "threads", "two holders", "given once", "lease", "refused ack", "handed out again")
 
-    @pytest.mark.parametrize("what", ["schema", "declared", "enum", "group"])
+    @pytest.mark.parametrize("what", _EXCLUSIVE)
     def test_of_racing_puts_that_exclude_each_other_one_is_accepted(self, store: Store, what: str) -> None:
         store.require(Capability.GROUPS if what == "group" else None)
-
-        about: Any = {
-            "declared": {"fields": {"x": "int64"}},
-            "enum": {"enums": {"x": ["0"]}},
-            "group": {"grpo_group_size": 2},
-        }
-        expected = 2 if what == "group" else 1
+        about, columns, num_accepted = _EXCLUSIVE[what]
 
         def put(partition: str, name: str, column: Any) -> bool:
             try:
@@ -130,14 +130,9 @@ class RaceSuite(Suite, chapter="races"):
             return True
 
         for _ in range(10 * _FACTOR):
-            partition, names = store.register("x", **about.get(what, {})), ids(4, "q_g")
-            columns = [torch.arange(1), torch.zeros(1), torch.zeros(1, 3), as_objects(1)]
-            if what == "enum":
-                columns = [as_objects(str(number)) for number in range(4)]
-            elif what == "group":
-                columns = columns[:1] * 4
+            partition, names = store.register("x", **about), ids(4, "q_g")
             accepted = in_threads(*[partial(put, partition, *row) for row in zip(names, columns, strict=True)])
-            assert sum(accepted) == expected, f"{sum(accepted)} of 4 puts that exclude each other were accepted"
+            assert sum(accepted) == num_accepted, f"{sum(accepted)} of 4 puts that exclude each other were accepted"
             assert accepted[0] or what not in ("declared", "enum"), "a put that fits was refused"
             assert [store.has(partition, name) for name in names] == accepted
 

@@ -30,12 +30,7 @@ def backend_of(client: DataPlaneClient) -> Any:
 
 
 class Hooks:
-    """Calls hooks as a client does, without the client's methods. Each method returns the hook's reply.
-
-    Args:
-        client: A client.
-        deadline_s: Seconds until the deadline of each request, at most the client's own.
-    """
+    """Calls hooks as a client does, without the client's methods. ``deadline_s`` is at most the client's own."""
 
     def __init__(self, client: DataPlaneClient, deadline_s: float = 90.0) -> None:
         self._connection = client._connection

@@ -70,29 +70,20 @@ class OwnerChangedError(Exception):
 
 
 class Store:
-    """The store under test, with all clients and processes that use it, as the tests of a class use it.
-
-    Attributes:
-        case: The author's test object.
-        client: A client of the store, which the tests share.
-        backend: The started backend of this client.
-        hooks: The backend's hooks, called directly.
-        name: The name of the backend in errors.
-        ends: What ends with the test that runs.
-    """
+    """The store under test, with all clients and processes that use it, as the tests of a class use it."""
 
     def __init__(self, case: AuthorsClass, options: dict[str, Any], **config: Any) -> None:
         self.case = case
         self.backend_class = case.under_test()
-        self.name = shown_name(case)
+        self.name = shown_name(case)  # in errors
         self.options = copy.deepcopy(options)
         self._bounded: dict[str, DataPlaneClient] = {}
         self._workers: list[Worker] = []
         self.histories: dict[str, Background] = {}  # that several tests look at
-        self.client = self.connect(self.options, **config)
+        self.client = self.connect(self.options, **config)  # which the tests share
         self.backend: Backend = backend_of(self.client)
         self.hooks = Hooks(self.client)
-        self.ends = contextlib.ExitStack()
+        self.ends = contextlib.ExitStack()  # what ends with the test that runs
         self._asked: set[str] = set()  # the tokens of claims that wait
 
     @classmethod
@@ -115,10 +106,7 @@ class Store:
         return store
 
     def connect(self, options: Mapping[str, Any], *, bootstrap: Bootstrap = True, **config: Any) -> DataPlaneClient:
-        """A client of the backend under test, with a `Faults` around it. The caller must close it.
-
-        ``config`` are further keys of the config.
-        """
+        """A client of the backend under test, with a `Faults` around it. The caller must close it."""
         full = self._config(options, middleware=[Faults()], **config)
         return connect_backend(self.backend_class, full, bootstrap=bootstrap)
 
@@ -157,9 +145,9 @@ class Store:
     def new_worker(
         self, options: Mapping[str, Any] | None = None, bootstrap: Bootstrap = False, **config: Any
     ) -> Worker:
-        """A client in a separate process, by default attached to this store. The caller must wait for it and close it.
+        """As `connect`, in a separate process; by default attached to this store. The caller must wait for it.
 
-        The arguments are those of `connect`. A process that may bootstrap waits for `Worker.connect`.
+        A process that may bootstrap waits for `Worker.connect`.
         """
         chosen = self.attach_options() if options is None else options
         full = self._config(chosen, attach_wait_s=STARTS_S, **config)
@@ -192,13 +180,9 @@ class Store:
     def scope(self) -> Scope:
         return self.backend_class.scope
 
-    def keep(self, client: DataPlaneClient) -> DataPlaneClient:
-        self.ends.callback(client.close)
-        return client
-
     def attached_client(self, **config: Any) -> DataPlaneClient:
         """A further client of the same store, closed when the test ends. For scopes wider than one process."""
-        return self.keep(self.connect(self.attach_options(), bootstrap=False, **config))
+        return self.ends.enter_context(self.connect(self.attach_options(), bootstrap=False, **config))
 
     def same_store_client(self) -> DataPlaneClient:
         """A further client of the same store, if there can be one, else the shared client."""
@@ -208,7 +192,7 @@ class Store:
         """A further client, closed when the test ends: of the same store, or with the scope process of another."""
         if self.scope is not Scope.PROCESS:
             return self.attached_client(**config)
-        return self.keep(self.connect(self.separate_options("another"), **config))
+        return self.ends.enter_context(self.connect(self.separate_options("another"), **config))
 
     def new_id(self) -> str:
         return f"kit-{uuid.uuid4().hex[:12]}"
@@ -221,36 +205,27 @@ class Store:
         partition_id: str = "",
         **about: Any,
     ) -> str:
-        """Registers a partition that the test's end clears: by default a new one, with ``x``, of the shared client.
-
-        ``about`` are further arguments of `register_partition`. It returns the partition's id.
-        """
+        """Registers a partition that the test's end clears: by default a new one, with ``x``. Returns its id."""
         owner = client or self.client
         chosen = partition_id or self.new_id()
-        self._clear_at_the_end(owner, chosen)
-        owner.register_partition(
-            chosen, about.pop("fields", fields or ("x",)), about.pop("num_samples", None), tasks, **about
-        )
+
+        def clear() -> None:
+            with contextlib.suppress(DataPlaneError):  # the test may have closed or broken the client
+                owner.clear_samples(None, chosen)
+
+        self.ends.callback(clear)
+        about = {"fields": fields or ("x",), "num_samples": None, **about}
+        owner.register_partition(chosen, consumer_tasks=tasks, **about)
         return chosen
 
     def filled(
         self, samples: int | Sequence[str], *fields: str, tags: Sequence[Mapping[str, Any]] | None = None, **about: Any
     ) -> str:
-        """Registers a partition as `register` does, and puts samples whose field ``x`` holds 0, 1, 2, ...
-
-        ``samples`` are their ids; or how many, which are then ``s0``, ``s1``, ... It returns the partition's id.
-        """
+        """Registers a partition, and puts samples whose ``x`` is 0, 1, ...; a number makes ``s0``, ``s1``, ..."""
         names = ids(samples) if isinstance(samples, int) else samples
         partition = self.register(*fields, **about)
         self.put(partition, names, tags, x=torch.arange(len(names)))
         return partition
-
-    def _clear_at_the_end(self, client: DataPlaneClient, partition_id: str) -> None:
-        def clear() -> None:
-            with contextlib.suppress(DataPlaneError):  # the test may have closed or broken the client
-                client.clear_samples(None, partition_id)
-
-        self.ends.callback(clear)
 
     def put(
         self,
@@ -284,11 +259,7 @@ class Store:
         timeout_s: float = 60.0,
         **options: Any,
     ) -> Background:
-        """A blocking claim that waits: the store was asked, and gave it nothing.
-
-        The fields and options are those of `claim`, the client is one that the kit made, by default the shared one.
-        ``batch_size`` must be more than is ready.
-        """
+        """A blocking claim of more than is ready, which waits: the store was asked, and gave it nothing."""
         owner, asked = client or self.client, threading.Event()
 
         def note(request: ClaimRequest, claim: Claim) -> Claim:
@@ -313,9 +284,7 @@ class Store:
         return True
 
     def raw_cell(self, partition_id: str, sample_id: str, field: str, rank: int | None) -> Any:
-        """The bytes of a tensor cell of this rank, or an object item (None), as the engine holds it: without hooks and
-        codec.
-        """
+        """What the engine holds, without hooks and codec: bytes of a tensor of this rank, or an object (None)."""
         raw, wire = self.ask_author("raw_get", partition_id, sample_id, field), self.backend_class.wire
         if rank is None and wire.objects == "native" and not wire.bytes:
             return raw
@@ -386,10 +355,7 @@ class Store:
 
     @contextmanager
     def refusal(self, error_type: type[_E], *words: str) -> Iterator[pytest.ExceptionInfo[_E]]:
-        """Asserts that the block raises an error with all properties of a data-plane error.
-
-        ``error_type`` is what a user would catch. The message must contain ``words``.
-        """
+        """Asserts that the block raises an error, such as a user would catch, with all that must hold for one."""
         with pytest.raises(error_type) as caught:
             yield caught
         check_error(caught.value, self.name, *words)

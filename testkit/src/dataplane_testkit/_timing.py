@@ -17,10 +17,7 @@ STARTS_S: Final = 120.0
 
 
 class Background:
-    """A call in a separate thread. `result` returns its result or raises its error.
-
-    The thread is a daemon. If it hangs, its test fails, but the process can still end.
-    """
+    """A call in a thread that is a daemon: if it hangs, its test fails, but the process can still end."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -40,11 +37,7 @@ class Background:
         return self._thread.is_alive()
 
     def result(self, within_s: float = PROMPT_S, what: str = "the call") -> Any:
-        """Returns the call's result or raises its error.
-
-        Raises:
-            AssertionError: It did not end in time.
-        """
+        """Returns the call's result or raises its error. Fails if it does not end in time."""
         self._thread.join(within_s)
         assert not self.running, f"{what} did not end within {within_s:g} s: it hangs."
         if self._error is not None:
@@ -58,11 +51,7 @@ def bounded(call: Callable[[], _R], within_s: float = PROMPT_S, what: str = "the
 
 
 def eventually(condition: Callable[[], _R], within_s: float = PROMPT_S, what: str = "the condition") -> _R:
-    """Polls until the condition returns something true, and returns that.
-
-    Raises:
-        AssertionError: It did not become true in time.
-    """
+    """Polls until the condition returns something true, and returns that. Fails if it does not in time."""
     give_up = time.monotonic() + within_s
     while True:
         result = condition()

@@ -32,11 +32,10 @@ _END_S: Final = 10.0
 
 
 class Worker:
-    """One process with an attached client.
+    """One process with a client, a context manager, which ``connect`` makes in the process.
 
-    Everything that is sent is pickled, so functions must be importable by name. The process ends after `close`, or when
-    this process ends. ``connect`` makes the client, a context manager, in the process. With ``waits``, the process
-    waits for `Worker.connect` before, so that several can begin at the same time.
+    All that is sent is pickled, so functions must be importable by name. With ``waits``, the process waits for
+    `Worker.connect` first, so that several can begin at the same time. It ends with this one at the latest.
     """
 
     def __init__(self, connect: Callable[[], AbstractContextManager[Any]], *, waits: bool = False) -> None:
@@ -72,11 +71,7 @@ class Worker:
         self._connection.send_bytes(pickle.dumps((function, arguments)))
 
     def result(self, within_s: float = 60.0) -> Any:
-        """Returns the result of the function that was started, or raises its error.
-
-        Raises:
-            AssertionError: It did not end in time, or the process died.
-        """
+        """Returns the result of the function that was started, or raises its error. Fails if the process died."""
         assert self._connection.poll(within_s), f"the worker process did not reply within {within_s:g} s"
         try:
             succeeded, reply = self._connection.recv()  # from our own child

@@ -196,15 +196,11 @@ class Recorder:
         self._numbers = 0
 
     def call(
-        self,
-        act: Callable[[], Any],
-        shows: Callable[[Any], Mapping[str, Any]] = lambda reply: {},
-        **about: Any,
+        self, act: Callable[[], Any], shows: Callable[[Any], Mapping[str, Any]] = lambda reply: {}, **about: Any
     ) -> Any:
-        """Makes a call by ``act``, and writes down what it is about and, at its end, what the reply shows.
+        """Makes a call, and writes down what it is about and, at its end, what the reply shows, or the error.
 
-        Returns:
-            The reply; True if it is None. None if the call failed: an error is written down, not raised.
+        It returns the reply, True in place of None, and None if the call failed.
         """
         self._numbers += 1
         self._write({"number": self._numbers, **about, "begin_s": self._now()})

@@ -268,11 +268,7 @@ def _version_in(group: str) -> int:
 class Hands:
     """Makes the calls of one process and writes them down. A call that failed returns something false.
 
-    Args:
-        client: A `DataPlaneClient`, or what has its methods.
-        plan: What all processes have in common.
-        process: The name of this one.
-        first_version: The version of the first put; each further one has the next.
+    ``client`` has the methods of a `DataPlaneClient`. Each put has another version, from ``first_version`` on.
     """
 
     def __init__(self, client: Any, plan: Plan, process: str, first_version: int) -> None:
@@ -428,12 +424,8 @@ class Hands:
 
     def claim(self, partition: str, task: str, limit: int, *, blocking: bool = False) -> KVBatchMeta | None:
         """Claims, and keeps the meta. Returns None if the claim failed."""
-        fields, lease_s, wait_s = (
-            list(TASKS[task][0]),
-            self._plan.lease_of(task),
-            _WAIT_LEASES * self._plan.settings.lease_s,
-        )
-        options = {"blocking": blocking, "lease_s": lease_s}
+        fields, lease_s = list(TASKS[task][0]), self._plan.lease_of(task)
+        options, wait_s = {"blocking": blocking, "lease_s": lease_s}, _WAIT_LEASES * self._plan.settings.lease_s
         claim = partial(self._client.claim_meta, partition, task, fields, limit, timeout_s=wait_s, **options)
         about = {"task": task, "fields": fields, "limit": limit, **options}
         timeout_s = wait_s if blocking else self._plan.settings.op_timeout_s

@@ -174,12 +174,9 @@ def facts(hook: str, rule: str, reply: Any, base: str) -> Iterator[Fact]:
 
 
 class StoreMachine:
-    """Two partitions of a real store, and a ledger that takes the same steps.
+    """Two partitions of a real store, and a ledger that takes the same steps. The clients take turns.
 
-    Args:
-        store: The store under test.
-        clients: Clients of the store or of one with a capacity, which take turns.
-        bounded: Whether they have a capacity.
+    ``bounded``: the clients are those of another store, with a capacity.
     """
 
     def __init__(self, store: Store, clients: Sequence[DataPlaneClient], *, bounded: bool = False) -> None:
@@ -252,9 +249,8 @@ class StoreMachine:
         """Reads every cell, lists and counts what there is, and clears it."""
         for name in PARTITIONS if not self.is_over else ():
             for field in sorted({key[2] for key in self.cells if key[0] == name}):
-                self.take(
-                    commands.Locate(name, [key[1] for key in self.cells if (key[0], key[2]) == (name, field)], [field])
-                )
+                ids = [key[1] for key in self.cells if (key[0], key[2]) == (name, field)]
+                self.take(commands.Locate(name, ids, [field]))
             if self.store.declares(Capability.LISTING):
                 self.take(commands.ListRequest(name))
                 self.take(commands.InspectRequest(name))
@@ -499,15 +495,9 @@ class StoreMachine:
             return self.answer(claim, expected, error)
         self.stay_token = f"{self.base}{claim.token}"
         options = {name: getattr(claim, name) for name in ("lease_s", "sampler", "tag_filter")}
-        waiting = self.store.waiting_claim(
-            self.partition(claim.partition_id),
-            claim.batch_size,
-            *claim.required_fields,
-            client=self.client,
-            timeout_s=600.0,
-            **options,
-        )
-        self.staying = step, waiting
+        options |= {"client": self.client, "timeout_s": 600.0}
+        partition, fields = self.partition(claim.partition_id), claim.required_fields
+        self.staying = step, self.store.waiting_claim(partition, claim.batch_size, *fields, **options)
         return None
 
     def look_at_who_stays(self) -> None:

@@ -243,10 +243,7 @@ class RowSuite(Suite, chapter="rows"):
         rows = [torch.randn(64 + index, 128) for index in range(_NUM_ROWS)]
         fields = batch(_NUM_ROWS, x=torch.randn(_NUM_ROWS, 16384), y=jagged(rows))
         payload_bytes = 4 * (_NUM_ROWS * 16384 + sum(row.numel() for row in rows))
-        for names in (
-            ids(_NUM_ROWS, "first"),
-            ids(_NUM_ROWS),
-        ):  # the first calls allocate more
+        for names in (ids(_NUM_ROWS, "first"), ids(_NUM_ROWS)):  # the first calls allocate more
             _, put = allocated(partial(store.client.put_samples, names, partition, fields))
             read, get = allocated(partial(store.get, partition, names[::-1], "x", "y"))
         assert rows_of(read["y"], _NUM_ROWS)[0].equal(rows[-1])
@@ -300,11 +297,9 @@ class RowSuite(Suite, chapter="rows"):
 
 
 def allocated(call: Callable[[], _R]) -> tuple[_R, int]:
-    """Makes a call and counts the bytes that it allocated in this process. This makes the call several times slower.
+    """Makes a call and counts the bytes that it allocated in this process, but not those of an engine's own library.
 
-    These are all tensor memory that torch's operators allocated in the calling thread, even if it was freed, and the
-    peak of the memory of Python objects and numpy arrays in all threads, minus that before. It does not see memory that
-    an engine's own library allocates in C.
+    Of torch's operators in the calling thread all counts, even if it was freed; of Python and numpy, the peak.
     """
     gc.collect()
     tracing = tracemalloc.is_tracing()
@@ -457,11 +452,7 @@ class ColumnSuite(Suite, chapter="columns"):
         held = store.held()
         for number, (partition, prefix) in enumerate(puts):
             rows, field = images[number % 3 :] + images[: number % 3], "image" if number < 8 else "picture"
-            columns = {
-                field: jagged([row.clone() for row in rows]),
-                "turn": jagged(rows[::-1]),
-                "o": as_objects(*items),
-            }
+            columns = {field: jagged(rows), "turn": jagged(rows[::-1]), "o": as_objects(*items)}
             writer.put_samples(ids(3, prefix), partition, batch(3, **columns))
             writer, reader = reader, writer
         once = sum(map(len, items))

@@ -118,7 +118,8 @@ class LoggedLedger(LedgerService):
     """A ledger that adds each command which changes something to a log, before it runs it. Thread-safe.
 
     A record is the command as it comes over a socket. The ledger of the next process runs all records at their times,
-    and so is where this one was: every put, claim and ack, and what is left of each lease.
+    and so is where this one was: every put, claim and ack, and what is left of each lease. Raises `CorruptDataError` if
+    the log holds what is no ledger, or one of another version.
 
     Args:
         log: The log. Answer only after its ``commit``.
@@ -127,12 +128,6 @@ class LoggedLedger(LedgerService):
             and what may be said again, as that payload was deleted.
         ends_holds: Whether leases and puts under way are ended first: the clients of the process before are gone.
         first_write: No write id that the ledger numbers is smaller.
-
-    Attributes:
-        lock: While another thread holds it, nothing changes the ledger.
-
-    Raises:
-        CorruptDataError: The log holds what is no ledger, or one of another version.
     """
 
     def __init__(
@@ -148,7 +143,7 @@ class LoggedLedger(LedgerService):
         super().__init__(clock=self._now, ledger=_unpacked(log.state) if log.state else Ledger())
         self._log = log
         self._lazy = lazy
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # while another thread holds it, nothing changes the ledger
         self._at: float | None = None  # the time of the call that runs
         for self._at, record in log.records:
             self._run_again(record)

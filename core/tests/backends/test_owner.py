@@ -13,11 +13,7 @@ import torch
 from dataplane_sqlite_example import SQLiteStore
 
 from dataplane_core import DataPlaneConfig
-from dataplane_core.backends import (
-    RefsGoneError,
-    RowStoreBackend,
-    missing_library,
-)
+from dataplane_core.backends import RefsGoneError, missing_library
 from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, OperationTimeoutError, PluginImportError
 from dataplane_core.hosting import HostGoneError, Session
@@ -31,9 +27,9 @@ def path(tmp_path):
     return str(tmp_path / "store.sqlite")
 
 
-def open_client(path, bootstrap=True, **options):
+def open_client(path, bootstrap=True, cls=SQLiteStore, **options):
     config = DataPlaneConfig(backend="sqlite_example", options={"path": path, **options})
-    return connect_backend(SQLiteStore, config, bootstrap=bootstrap)
+    return connect_backend(cls, config, bootstrap=bootstrap)
 
 
 def pid_of(client):
@@ -201,32 +197,14 @@ def test_an_owner_imports_nothing_from_the_working_folder(path, tmp_path, monkey
         assert client.list_partitions() == []
 
 
-def test_an_owner_that_cannot_start_says_why():
-    class Local(RowStoreBackend):
+def test_an_owner_that_cannot_start_says_why(path):
+    class Local(SQLiteStore):
         """No other process can import it."""
 
         __module__ = "no_such_module"
 
-        def put_rows(self, handles, buffer, offsets, deadline):
-            raise AssertionError
-
-        def get_rows(self, handles, deadline):
-            raise RefsGoneError("none is there")
-
-        def delete_rows(self, handles, deadline):
-            raise AssertionError
-
-        def append(self, number, record, deadline):
-            raise AssertionError
-
-        def read_log(self, first, deadline):
-            return []
-
-        def trim(self, before, deadline):
-            raise AssertionError
-
     with pytest.raises(BackendUnavailableError, match=r"could not be started: .*no_such_module"):
-        connect_backend(Local, DataPlaneConfig(backend="local"))
+        open_client(path, cls=Local)
 
 
 # --- why it does not answer -------------------------------------------------------------------------------------------

@@ -42,17 +42,14 @@ class Finding:
 
     @classmethod
     def ok(cls, what: str) -> Finding:
-        """No problem."""
         return cls(Level.OK, what)
 
     @classmethod
     def warning(cls, what: str, hint: str | None = None) -> Finding:
-        """It works, but an operator should know this."""
         return cls(Level.WARNING, what, hint)
 
     @classmethod
     def error(cls, what: str, hint: str | None = None) -> Finding:
-        """`connect` or an operation will fail."""
         return cls(Level.ERROR, what, hint)
 
 
@@ -102,17 +99,16 @@ class Backend:
             all that it needs, such as a folder that it reads. ``bootstrap=False`` then opens it as ``True`` does.
         contract_version: The contract version that this class was written for.
         Config: A pydantic model of the backend's own options.
-        name: The entry-point name in the config. Core sets it before `start`.
-        allow_pickle: Whether the config allows pickled object items. Core sets it before `start`.
+        name: The entry-point name in the config. Core sets this and the next three before `start`.
+        allow_pickle: Whether the config allows pickled object items.
         exclusive: Whether bootstrapping must fail if the store runs already, even with equal options. Of several
-            processes that connect with ``bootstrap="auto"``, exactly one then bootstraps. Core sets it before `start`.
-        attach_wait_s: Seconds that an attach may wait for an owner that has not started yet. Core sets it before
-            `start`. Core itself waits: it starts new objects of this class until one attaches. Only a backend with a
-            costly `start` needs this value.
-        narrow: Whether core may send integers narrower than they were put, where the wire takes that. A backend whose
-            reads are views of what was put clears it before `start` returns.
+            processes that connect with ``bootstrap="auto"``, exactly one then bootstraps.
+        attach_wait_s: Seconds that an attach may wait for an owner that has not started yet. Only a backend with a
+            costly `start` needs it: core itself starts new objects of this class until one attaches.
         cache_bytes: How many bytes of cells that are kept by content a client keeps, to read them again. Core sets it
             before `start`. A backend that reads them from memory of its host clears it before `start` returns.
+        narrow: Whether core may send integers narrower than they were put, where the wire takes that. A backend whose
+            reads are views of what was put clears it before `start` returns.
         moved_rows: Where rows go by several paths, how many this client has put and read by each: name of the path ->
             rows. Metrics show it.
         stop_by: When `stop` should be over, on `time.monotonic`'s clock, whether the store answers or not. Core sets it

@@ -46,11 +46,7 @@ def without_known(
 
 
 class Probes:
-    """Tells cells with the same probe apart (`WireFormat.by_probe`), by digests of whole cells. Thread-safe.
-
-    Args:
-        kept_digests: `LedgerBackend.kept_digests`.
-    """
+    """Tells cells with the same probe apart (`WireFormat.by_probe`), by digests of whole cells. Thread-safe."""
 
     def __init__(self, kept_digests: Callable[[Sequence[commands.Part], FieldSpec, float], list[bytes]]) -> None:
         self._kept_digests = kept_digests
@@ -59,16 +55,8 @@ class Probes:
     def told_apart(
         self, request: PutRequest, writes: Sequence[commands.Write], known: Mapping[bytes, Ref]
     ) -> list[commands.Write]:
-        """The writes of a put, of which no row has the digest of a different one, of the put or the store.
-
-        Args:
-            request: The put.
-            writes: Its writes.
-            known: The rows of the store with digests of the put.
-
-        Raises:
-            RefsGoneError: One of these rows is gone.
-        """
+        """The writes of a put, of which no row has the digest of a different one, of the put or of ``known``: the rows
+        of the store with digests of the put. Raises `RefsGoneError` if one of these is gone."""
         from dataplane_core.codec import column_digests  # it imports torch
 
         counts = Counter(digest for write in writes for digest in write.digests)

@@ -147,18 +147,8 @@ class ExtentClient:
             held.release()
 
     def get(self, parts: Sequence[commands.Part], specs: Mapping[str, FieldSpec], deadline: float) -> list[StoredRows]:
-        """Where rows are: in shared memory, pinned as long as the columns live, or in memory of this process. Call
-        `check` when they are copied.
-
-        Args:
-            parts: The rows, as the ledger located them.
-            specs: The specs of their fields.
-            deadline: On `time.monotonic`'s clock, in seconds.
-
-        Raises:
-            RefsGoneError: Some do not exist. Its refs name them.
-            DataPlaneError: As `Session.call`.
-        """
+        """Where rows are that the ledger located: in shared memory, pinned as long as the columns live, or in memory of
+        this process. Call `check` when they are copied. Raises `RefsGoneError`, which names those that do not exist."""
         if self.arena is None:
             return self._fetch(parts, specs, deadline)
         pin = self.session.new_pin()

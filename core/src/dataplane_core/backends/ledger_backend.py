@@ -294,17 +294,8 @@ class LedgerBackend(Backend, ABC):
             self.store_write(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
 
     def kept_digests(self, parts: Sequence[commands.Part], spec: FieldSpec, deadline: float) -> list[bytes]:
-        """The digests (`column_digests`) of rows of the store, part by part, made of the rows in place. Not abstract,
-        since only a backend with `WireFormat.by_probe` is asked.
-
-        Args:
-            parts: The rows. Each part is of one field, always the same.
-            spec: The spec of that.
-            deadline: As of `store_writes`.
-
-        Raises:
-            RefsGoneError: Some are gone.
-        """
+        """The digests (`column_digests`) of rows of the store, part by part, all of one field with this spec, made of
+        the rows in place. Raises `RefsGoneError`. Only a backend with `WireFormat.by_probe` needs it."""
         raise NotImplementedError(f"{type(self).__name__} declares by_probe, and does not override kept_digests")
 
     def find_gone(self, refs: Sequence[Ref], deadline: float) -> Sequence[Ref]:
@@ -564,14 +555,8 @@ def writes_of(
 ) -> list[commands.Write]:
     """The writes of a put: first the columns that are stored together, if there are any, then each one that is apart.
 
-    Args:
-        columns: The columns of the put, encoded. `SharedRows` are always apart.
-        num_samples: N.
-        row_cost_bytes: What a stored row costs beside its bytes, as the bytes that are moved in the same time;
-            ``python -m benchmarks row-cost`` prints it. None: only `SharedRows` are apart.
-
-    Raises:
-        BackendError: Shared rows do not give each sample a row, or have rows that no sample has.
+    `SharedRows` are always apart; others only where a stored row has a cost beside its bytes, as the bytes that are
+    moved in the same time (``python -m benchmarks row-cost``).
     """
     from dataplane_core.codec.rows import cell_nbytes, row_nbytes  # it imports torch
 

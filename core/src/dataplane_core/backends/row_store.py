@@ -195,11 +195,9 @@ class RowStoreBackend(LedgerBackend):
         return self._owner.call(deadline, command, wake)
 
     def stop_waiting(self, token: str) -> None:
-        if self._owner is None:
-            assert self._service is not None
-            self._service.stop_waiting(token)
-        else:
-            self._owner.stop_waiting(token)
+        ledger = self._owner or self._service
+        assert ledger is not None
+        ledger.stop_waiting(token)
 
     def put_once(self, request: PutRequest, writes: Sequence[commands.Write], ticket: Any) -> Sequence[Ref]:
         """A put that an owner began, and the next one does not know, is repeated."""

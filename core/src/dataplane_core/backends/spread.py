@@ -50,7 +50,8 @@ class SpreadBackend(Backend):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._options = config.model_dump(exclude_unset=True)
-        self._isolated = [self._options_of(number) for number in range(self.num_ledgers)]
+        tags = [f"{number}of{self.num_ledgers}" for number in range(self.num_ledgers)]
+        self._isolated = [self.isolated_options(self._options, tag) for tag in tags]
         configs = [self.store_class.Config.model_validate(options) for options in self._isolated]
         if any(other == configs[0] for other in configs[1:]):
             raise ConfigError(
@@ -60,9 +61,6 @@ class SpreadBackend(Backend):
             )
         self._stores: list[Any] = [self.store_class(own) for own in configs]
         self.narrow = all(store.narrow for store in self._stores)
-
-    def _options_of(self, number: int) -> dict[str, Any]:
-        return self.isolated_options(self._options, f"{number}of{self.num_ledgers}")
 
     @classmethod
     def isolated_options(cls, options: dict[str, Any], tag: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from typing import Any, Final
 import numpy as np
 from sortedcontainers import SortedList
 
+from dataplane_core.host_memory.copying import Window
+
 with contextlib.suppress(ImportError):  # Windows has none, and no arena
     import fcntl
 
@@ -154,7 +156,8 @@ class Arena:
 
     def window(self, owner: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """As ``bytes``. It keeps ``owner`` alive, as do all arrays and tensors that are made from it."""
-        return np.asarray(_Window(self.bytes, self.address, owner))
+        # declared writable, though the memory may not be: torch cannot represent memory that is not
+        return np.asarray(Window(self.address, self.size_bytes, (self.bytes, owner)))
 
 
 class Uses:
@@ -219,16 +222,6 @@ def _lock_words(kind: int, start: int, stop: int) -> bytes:
     return _LOCK_WORDS.pack(kind, os.SEEK_SET, start, max(stop - start, 1), 0)  # a length of 0 means all that follows
 
 
-class _Window:
-    """Gives numpy an array over memory, which then holds this object."""
-
-    def __init__(self, memory: np.ndarray[Any, np.dtype[np.uint8]], address: int, owner: object) -> None:
-        self._memory = memory
-        self._owner = owner
-        # declared writable, though the memory may not be: torch cannot represent memory that is not
-        self.__array_interface__ = {"shape": memory.shape, "typestr": "|u1", "data": (address, False), "version": 3}
-
-
 # --- extents ----------------------------------------------------------------------------------------------------------
 
 #: Offsets and sizes of extents are multiples of it.
@@ -261,7 +254,7 @@ class Extents:
         self.used_bytes = 0
         #: Where the highest extent so far ended: the memory that was ever used lies below.
         self.high_water = 0
-        self._extents: dict[int, Extent] = {}  # offset -> extent
+        self.all: set[Extent] = set()
         self._ends: dict[int, int] = {}  # end of a hole -> its offset
         self._holes: dict[int, int] = {}  # offset of a hole -> its size
         self._by_size = SortedList()  # (size, offset) of each hole
@@ -277,17 +270,12 @@ class Extents:
             if not end <= offset <= offset + size <= made.size_bytes or offset % GRANULE or size % GRANULE or not size:
                 raise ValueError(f"an extent of {size} bytes at {offset} does not fit behind one that ends at {end}")
             made._add_hole(end, offset - end)
-            extent = made._extents[offset] = Extent(offset, size)
+            extents.append(Extent(offset, size))
             made.used_bytes += size
             end = made.high_water = offset + size
-            extents.append(extent)
         made._add_hole(end, made.size_bytes - end)
+        made.all.update(extents)
         return made, extents
-
-    @property
-    def all(self) -> Iterable[Extent]:
-        """The extents, in any order."""
-        return self._extents.values()
 
     def allocate(self, size_bytes: int) -> Extent | None:
         """A new extent of at least ``size_bytes``, in the smallest hole that it fits. None if it fits none."""
@@ -298,7 +286,8 @@ class Extents:
         size, offset = self._by_size[at]
         self._remove_hole(offset)
         self._add_hole(offset + size_bytes, size - size_bytes)
-        extent = self._extents[offset] = Extent(offset, size_bytes)
+        extent = Extent(offset, size_bytes)
+        self.all.add(extent)
         self.used_bytes += size_bytes
         self.high_water = max(self.high_water, offset + size_bytes)
         return extent
@@ -306,7 +295,7 @@ class Extents:
     def free(self, extent: Extent) -> None:
         """Frees an extent, which must not be pinned."""
         assert not extent.pins
-        del self._extents[extent.offset]
+        self.all.remove(extent)
         self.used_bytes -= extent.size_bytes
         self._add_hole(extent.offset, extent.size_bytes)
 
@@ -335,15 +324,13 @@ class Extents:
                 continue
             self._remove_hole(before)
             move(source, before, extent.size_bytes)
-            del self._extents[source]
             extent.offset = before
-            self._extents[before] = extent
             self._add_hole(before + extent.size_bytes, source - before)
         return True
 
     def _cheapest_window(self, size_bytes: int) -> list[Extent] | None:
         """Neighbours, none of them pinned, with enough free bytes before, between and after them."""
-        extents = sorted(self._extents.values(), key=attrgetter("offset"))
+        extents = sorted(self.all, key=attrgetter("offset"))
         best: tuple[int, int, int] | None = None  # bytes to move, first, past the last
         first, free, moved = 0, 0, 0  # of the window that ends with this extent
         for index, extent in enumerate(extents):

@@ -219,7 +219,8 @@ def recycled_bytes(size_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """
     if size_bytes < _LEAST_RECYCLED:
         return np.empty(size_bytes, dtype=np.uint8)
-    return np.asarray(_Lease(_take(size_bytes), size_bytes))
+    block = _take(size_bytes)
+    return np.asarray(_Lease(block.address, size_bytes, block))
 
 
 class _Block:
@@ -239,16 +240,20 @@ class _Block:
         self.address = int(np.frombuffer(self.mapping, dtype=np.uint8).ctypes.data)
 
 
-class _Lease:
-    """Holds a block for an array, and gives it back when the array is gone."""
+class Window:
+    """Gives numpy an array over memory, which then holds this object, and so the memory's ``owner``."""
 
-    def __init__(self, block: _Block, size_bytes: int) -> None:
-        self._block = block
-        data = (block.address, False)
+    def __init__(self, address: int, size_bytes: int, owner: Any) -> None:
+        self._owner = owner
+        data = (address, False)
         self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": data, "version": 3}
 
+
+class _Lease(Window):
+    """Gives its block back when the array is gone."""
+
     def __del__(self) -> None:
-        _unused.append(self._block)
+        _unused.append(self._owner)
         with contextlib.suppress(IndexError, RuntimeError):  # another thread gave back or took one meanwhile
             while sum(block.size_bytes for block in _unused) > _KEPT_BYTES:
                 _unused.popleft()

@@ -1,13 +1,6 @@
 """Packers: pack sequences into few bins of limited capacity. Plain integers in and out.
 
-Each packer takes lengths in tokens and a capacity, and returns bins of positions into the lengths:
-
-- `concatenative`: in order, a new bin whenever the next sequence does not fit. At most 2 OPT.
-- `first_fit_shuffle`: in a random order, each into the first bin where it fits. At most 1.7 OPT.
-- `first_fit_decreasing`: the longest first, each into the first bin where it fits. At most 11/9 OPT + 6/9.
-- `modified_first_fit_decreasing`: long sequences get their partners before the rest is spread. At most 71/60 OPT + 1.
-
-OPT is the smallest possible number of bins.
+OPT, in what a packer promises, is the smallest possible number of bins.
 
 References:
     D. S. Johnson, M. R. Garey: A 71/60 theorem for bin packing. Journal of Complexity 1 (1985), 65-106.
@@ -34,7 +27,7 @@ Bins: TypeAlias = list[list[int]]
 
 
 def concatenative(lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1) -> Bins:
-    """Fills one bin after the other, in the order given.
+    """Fills one bin after the other, in the order given. At most 2 OPT.
 
     Args:
         lengths: Tokens per sequence.
@@ -66,7 +59,7 @@ def first_fit_decreasing(
 ) -> Bins:
     """Places the longest first, each into the first bin where it fits. Equal lengths keep their order.
 
-    Arguments, result and errors are those of `concatenative`.
+    At most 11/9 OPT + 6/9. Arguments, result and errors are those of `concatenative`.
     """
     sizes = _sizes(lengths, capacity, min_bin_count, bin_count_multiple)
     return _enough(_first_fit(_longest_first(sizes), sizes, capacity), min_bin_count, bin_count_multiple)
@@ -75,7 +68,7 @@ def first_fit_decreasing(
 def first_fit_shuffle(
     lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1, seed: int | None = 0
 ) -> Bins:
-    """Places the sequences in random order, each into the first bin where it fits.
+    """Places the sequences in random order, each into the first bin where it fits. At most 1.7 OPT.
 
     Arguments, result and errors are those of `concatenative`. ``seed``, from 0 to 2**32 - 1, gives the same order on
     every machine. None draws a new seed.
@@ -91,7 +84,7 @@ def first_fit_shuffle(
 def modified_first_fit_decreasing(
     lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
 ) -> Bins:
-    """The five phases of Johnson and Garey (1985).
+    """The five phases of Johnson and Garey (1985). At most 71/60 OPT + 1.
 
     Sequences are large (over 1/2 of the capacity), medium (over 1/3), small (over 1/6) or tiny.
 
@@ -249,21 +242,13 @@ def as_sizes(what: str, item: str, lengths: Lengths) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class SequencePacker:
-    """A packer with its options, as `get_packer` makes it.
-
-    Attributes:
-        algorithm: Its name in `PACKERS`.
-        bin_capacity: Most tokens of a bin.
-        min_bin_count: Fewest bins.
-        bin_count_multiple: The number of bins is a multiple of this.
-        metrics: One entry per `pack`, if they are collected; else None.
-    """
+    """A packer with its options, as `get_packer` makes it."""
 
     algorithm: str
     bin_capacity: int
     min_bin_count: int
     bin_count_multiple: int
-    metrics: list[PackingMetrics] | None
+    metrics: list[PackingMetrics] | None  # one entry per `pack`, if they are collected
 
     def pack(self, sequence_lengths: Lengths) -> Bins:
         """Bins of positions into ``sequence_lengths``. Errors are those of `concatenative`."""

@@ -36,11 +36,8 @@ class Balance(Frozen, frozen=True):
 
 
 def divide_evenly(costs: Sequence[float], sizes: Sequence[int]) -> list[list[int]]:
-    """Divides positions into parts of these sizes, which cost about as much. Within a part, positions rise.
-
-    The costliest first, each to the part that costs least so far among those that are not full (Graham's longest
-    processing time rule, with counts).
-    """
+    """Divides positions into parts of these sizes, which cost about as much, by Graham's longest processing time rule:
+    the costliest first, each to the part that costs least so far among those that are not full."""
     parts: list[list[int]] = [[] for _ in sizes]
     heap: list[tuple[float, int]] = [(0, number) for number, size in enumerate(sizes) if size]
     for position in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):

@@ -25,21 +25,13 @@ hookimpl = pluggy.HookimplMarker("dataplane")
 
 
 class Operation(NamedTuple):
-    """What is the same of an operation on every backend.
-
-    Attributes:
-        request: The type of its request. Its docstring says what the operation does.
-        reply: The type of its reply, which is frozen. None is no reply.
-        needs: The capability whose backends have it. None: every backend has it.
-        once: Whether the client calls it again if its reply was lost, with the same request id.
-        routed: Whether one ledger answers it: that of its partition.
-    """
+    """What is the same of an operation on every backend. The docstring of its request says what it does."""
 
     request: type[requests.Request]
-    reply: type[Any]
-    needs: Capability | None = None
-    once: bool = False
-    routed: bool = True
+    reply: type[Any]  # which is frozen; None is no reply
+    needs: Capability | None = None  # whose backends have it; None: every backend has it
+    once: bool = False  # whether the client calls it again if its reply was lost, with the same request id
+    routed: bool = True  # whether one ledger answers it: that of its partition
 
 
 OPERATIONS: Final = MappingProxyType(

@@ -33,21 +33,13 @@ class Registration(Frozen, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Replaced(Frozen, frozen=True, kw_only=True):
-    """An earlier registration that a new one dropped.
-
-    Attributes:
-        epoch: Its id.
-        registered_by: As `PartitionInfo` says.
-        registered_at: As `PartitionInfo` says.
-        num_samples: How many samples it held.
-        num_left: Task -> how many of them the task had not consumed.
-    """
+    """An earlier registration that a new one dropped, and what it held."""
 
     epoch: str
     registered_by: str
     registered_at: float
     num_samples: int
-    num_left: Mapping[str, int]
+    num_left: Mapping[str, int]  # task -> how many of the samples it had not consumed
 
 
 class PartitionInfo(Registration, frozen=True, kw_only=True):
@@ -305,15 +297,10 @@ class TaskDescription(Frozen, frozen=True):
 
 
 class Answer(Frozen, frozen=True):
-    """What a claim would find.
+    """What a claim would find."""
 
-    Attributes:
-        num_ready: Samples that it could be given now; of a partition of rollouts, groups.
-        shortfall: Why it could not be given the others, if that was asked for.
-    """
-
-    num_ready: int
-    shortfall: Shortfall | None = None
+    num_ready: int  # samples that it could be given now; of a partition of rollouts, groups
+    shortfall: Shortfall | None = None  # why it could not be given the others, if that was asked for
 
 
 class PartitionDescription(Frozen, frozen=True):
@@ -368,32 +355,18 @@ def _html_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 class SampleState(Frozen, frozen=True):
-    """A sample at one moment, but for its cells.
+    """A sample at one moment, but for its cells."""
 
-    Attributes:
-        fields: Field -> the number of its cell. Another cell has another one.
-        tags: Its tags.
-        consumed_by: The tasks that it was given to for good.
-        seq: Its number in order of first write. One that is cleared and put again gets another one.
-    """
-
-    fields: Mapping[str, int]
+    fields: Mapping[str, int]  # field -> the number of its cell; another cell has another one
     tags: Mapping[str, TagValue]
-    consumed_by: Sequence[str]
-    seq: int = 0
+    consumed_by: Sequence[str]  # the tasks that it was given to for good
+    seq: int = 0  # in order of first write; one that is cleared and put again gets another one
 
 
 class PartitionState(Frozen, frozen=True):
-    """What a partition knows besides its registration and its rows.
+    """What a partition knows besides its registration and its rows; or what it knows of samples that are asked for."""
 
-    Attributes:
-        consumed: Task -> the samples that it was given for good, in order of first write.
-        cleared_ids: Samples that were cleared and count for ``num_samples``. Empty if ``num_samples`` is None.
-        broken_groups: Groups that lost a member.
-        samples: Those that were asked for and are there. The others are then empty.
-    """
-
-    consumed: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    cleared_ids: Sequence[str] = ()
-    broken_groups: Sequence[str] = ()
+    consumed: Mapping[str, Sequence[str]] = field(default_factory=dict)  # task -> samples, in order of first write
+    cleared_ids: Sequence[str] = ()  # samples that count for ``num_samples``, if there is one
+    broken_groups: Sequence[str] = ()  # that lost a member
     samples: Mapping[str, SampleState] = field(default_factory=dict)

@@ -111,14 +111,10 @@ class OnceRequest(PartitionRequest, kw_only=True):
 
 
 class IdentifiedRequest(OnceRequest, kw_only=True):
-    """A `OnceRequest` that is known by an id.
+    """A `OnceRequest` that is known by an id, which middleware leaves as it is. A client whose reply was lost repeats
+    the request with the same id."""
 
-    Attributes:
-        request_id: Random bits drawn by the client (`new_id`). A client whose reply was lost repeats the request with
-            the same id. Middleware leaves it as it is. None, for a ledger: it is not repeated.
-    """
-
-    request_id: RequestId | None = field(default_factory=new_id)
+    request_id: RequestId | None = field(default_factory=new_id)  # None, for a ledger: it is not repeated
 
 
 class RegisterRequest(OnceRequest, Command[tuple[PartitionInfo, list[tuple[int, int]]]]):
@@ -377,12 +373,7 @@ class ListPartitionsRequest(Request, Command[list[str]]):
 
 
 class Question(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a claim would find. It is given nothing.
-
-    Attributes:
-        tag_filter: In full form, or None.
-        explain: Whether to find the shortfall too, for which all samples are looked at.
-    """
+    """What a claim would find; with ``explain`` the shortfall too, for which all samples are looked at."""
 
     task_name: Name
     required_fields: list[Name]
@@ -423,15 +414,10 @@ class ExportRequest(PartitionRequest, Command[PartitionState]):
 
 
 class SetCursorRequest(PartitionRequest, Command[int]):
-    """Set which samples a task has been given, all at once. Replies how many of them are there.
+    """Set which samples a task has been given for good, in place of those before. Replies how many of them are there.
 
-    Attributes:
-        sample_ids: The samples that it has been given for good, in place of those before. Ids that are not there are
-            ignored. Leases of the task end.
-        create: Whether to add the task if the partition does not have it.
-
-    Raises:
-        UnknownTaskError: Not registered.
+    Ids that are not there are ignored. Leases of the task end. Unless it is to ``create`` the task, raises
+    `UnknownTaskError` if the partition does not have it.
     """
 
     op = "set_cursor"

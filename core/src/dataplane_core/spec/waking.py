@@ -34,11 +34,7 @@ class Bell(SimpleQueue[None]):
 
 
 class Cancellation:
-    """Ends the wait of a put for room when nobody wants the put any longer. `CANCELLATION` has that of this call.
-
-    Attributes:
-        is_set: Whether it is cancelled.
-    """
+    """Ends the wait of a put for room when nobody wants the put any longer. `CANCELLATION` has that of this call."""
 
     def __init__(self) -> None:
         self.is_set = False

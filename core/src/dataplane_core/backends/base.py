@@ -168,10 +168,7 @@ class Backend:
         """The class of the stores with these options. Default: this one.
 
         For a backend whose options choose between engines with other capabilities or another wire format. All these
-        classes have the same ``Config``.
-
-        Args:
-            config: An instance of this class's ``Config``.
+        classes have the same ``Config``, of which ``config`` is an instance, as in what follows.
         """
         return cls
 
@@ -189,11 +186,8 @@ class Backend:
 
         Checks what `start` needs and what an operator should know: libraries, binaries, versions, addresses, settings
         of a running server. Starts and changes nothing. It runs in its own process, even if `start` would fail, so it
-        must import inside the method any library that may be missing.
-
-        Args:
-            config: An instance of this class's ``Config``.
-            deadline: On `time.monotonic`'s clock, in seconds. Every wait must end before it.
+        must import inside the method any library that may be missing. Every wait must end before the deadline, on
+        `time.monotonic`'s clock.
 
         Returns:
             Findings in the order in which they are shown, including those without a problem.

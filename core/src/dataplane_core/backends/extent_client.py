@@ -105,20 +105,19 @@ class ExtentClient:
         what = "put_samples"
         plans = [_Plan(write_id, list(columns)) for write_id, columns in writes.items()]
         wanted = [plan.wanted for plan in plans]
-        if not wanted:  # the store has all of its cells
-            assert begin is not None
+        first: list[Any] = []
+        last: list[Any] = []
+        if begin is not None:
             assert begin.write_id is not None
-            commits()
-            self.session.call_all(what, deadline, [begin, commands.CommitPut(begin.write_id)])
-            return
-        put, size_bytes = wanted[0].write_id, sum(write.layout.size_bytes for write in wanted)
-        first: list[Any] = [] if begin is None else [begin]
-        last: list[Any] = [] if begin is None else [commands.CommitPut(put)]
-        if size_bytes <= _FEW_BYTES and not self.syncs:
+            first, last = [begin], [commands.CommitPut(begin.write_id)]
+        size_bytes = sum(write.layout.size_bytes for write in wanted)
+        if not wanted or (size_bytes <= _FEW_BYTES and not self.syncs):
             data = [b"".join(array.data for array in plan.whole()) for plan in plans]
+            brought = [Allocate(wanted, data=data)] if wanted else []  # else the store has all of its cells
             commits()
-            self.session.call_all(what, deadline, [*first, Allocate(wanted, data=data), *last])
+            self.session.call_all(what, deadline, [*first, *brought, *last])
             return
+        put = wanted[0].write_id
         if self.arena is None:
             assert begin is None, "who has the ledger too serves this host only"
             # not alone: a message that the host cannot read would end the connection, as if the host had ended

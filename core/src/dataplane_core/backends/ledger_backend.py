@@ -123,7 +123,8 @@ class _Ticket:
 
 
 class LedgerBackend(Backend, ABC):
-    """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`."""
+    """All operations, from a ledger and a payload store. ``Config`` derives from `CapacityOptions`. Deadlines are on
+    `time.monotonic`'s clock, in seconds."""
 
     capabilities = LEDGER_CAPABILITIES
     #: See `writes_of`. None: a read moves only the cells that it asks for, so no column needs to be apart.
@@ -141,7 +142,7 @@ class LedgerBackend(Backend, ABC):
 
     @abstractmethod
     def call_ledger(self, deadline: float, command: Command[Reply], wake: Callable[[], bool] | None = None) -> Reply:
-        """Sends a command to `LedgerService.call` on the ledger's host, by ``deadline`` (`time.monotonic`'s clock).
+        """Sends a command to `LedgerService.call` on the ledger's host, by ``deadline``.
 
         Only a backend that declares ``wakes`` is given ``wake``, for a claim or a put that waits: it gives one to
         `LedgerService.call` on the host, and when that is called, calls this one in the client's process. Its
@@ -157,7 +158,7 @@ class LedgerBackend(Backend, ABC):
             write_id: The write. A put may have several.
             columns: Its columns, in the ledger's order of slots.
             num_samples: How many rows they have.
-            deadline: On `time.monotonic`'s clock, in seconds.
+
 
         Raises:
             CapacityExceededError: The engine itself is full. What was stored of the write is deleted again.
@@ -288,7 +289,6 @@ class LedgerBackend(Backend, ABC):
         Args:
             writes: The writes by their ids, which follow one another.
             columns: The columns of the put. `columns_of` gives those of a write.
-            deadline: On `time.monotonic`'s clock, in seconds.
         """
         for write_id, write in writes.items():
             self.store_write(write_id, columns_of(write, columns), len(write.row_bytes), deadline)
@@ -460,7 +460,8 @@ class LedgerBackend(Backend, ABC):
         )
 
     def undo(self, write_id: int, deadline: float) -> None:
-        """Tries to undo a failed put in the time that is left, else with the next call, unless it was committed."""
+        """Tries to undo a failed put, unless it was committed, in the time that is left, else with the next call. If no
+        client does, the ledger ends it later, and a clear collects its payload."""
         deadline = min(deadline, time.monotonic() + _UNDO_S)
         if time.monotonic() < deadline:
             with suppress(Exception):  # the caller gets the error of the put, not of this

@@ -247,7 +247,8 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
     try:
         client.load(checkpoint_dir)
     except MissingDataError as error:
-        raise FileNotFoundError(f"Checkpoint directory not found, or not complete: {error}") from error
+        what = "not found, or not complete, or of TransferQueue, with a metadata.json"
+        raise FileNotFoundError(f"Checkpoint directory {what}: {error}") from error
 
 
 def _saving_client() -> TransferQueueClient:

@@ -66,17 +66,21 @@ def cases(draw):
     ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     kind, multiple = draw(st.sampled_from(["plain", "dynamic", *PACKERS])), draw(st.integers(1, 9))
     batch_size = ranks * draw(st.integers(5, 7))
-    args = {"dp_world": ranks}
+    args, most = {"dp_world": ranks}, 64 if kind == "dynamic" else 16
     if kind == "dynamic":
         args |= dynamic(sequence_length_round=multiple)
     elif kind in PACKERS:
-        batch_size += draw(st.integers(0, ranks))  # bins are dealt, so this needs to be no multiple
+        if draw(st.booleans()):
+            batch_size += draw(st.integers(0, ranks))  # bins are dealt, so this needs to be no multiple
+        else:
+            most = 64 // multiple * multiple  # rows fill bins; there are enough of them, since they are a multiple
         order = draw(st.sampled_from(["packer", "largest_first"]))
         args |= packed(algorithm=kind, microbatch_order=order, sequence_length_pad_multiple=multiple)
     args["batch_size"] = batch_size if chunks > 1 else draw(st.sampled_from([None, batch_size]))
     args["balance"] = draw(st.sampled_from([None, *(balance for _, balance in COSTS.values())]))
     size = batch_size * chunks
-    return draw(st.lists(st.integers(0, 64 if kind == "dynamic" else 16), min_size=size, max_size=size)), args
+    lengths = st.one_of(st.integers(0, most), st.integers(0, 16))
+    return draw(st.lists(lengths, min_size=size, max_size=size)), args
 
 
 @given(cases())

@@ -62,9 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
     Its name is short, since the paths of Unix sockets below it may have 107 bytes only. A token in the environment
     keeps Ray from making one in the home folder, where the one of another process that starts would replace it.
     """
-    # no test asserts on time, as Hypothesis does by default; and a run is as the one before
-    long = os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") == "long"
-    hypothesis.settings.register_profile("tests", deadline=None, derandomize=not long, max_examples=100 if long else 30)
+    # no test asserts on time, as Hypothesis does by default, twice; and a run is as the one before
+    long, slow = os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") == "long", [hypothesis.HealthCheck.too_slow]
+    how: dict[str, Any] = {"derandomize": not long, "max_examples": 100 if long else 30}
+    hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=slow, **how)
     hypothesis.settings.load_profile("tests")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what it starts with `&`
         signal.signal(signal.SIGINT, signal.default_int_handler)  # else all that tests start would ignore it too

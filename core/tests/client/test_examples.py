@@ -18,7 +18,7 @@ def test_the_examples_of_the_client_run_one_after_the_other(tmp_path):
     runner = doctest.DocTestRunner()
     runner.run(story, clear_globs=False)
     story.globs["client"].close()
-    skipped = sum(doctest.SKIP in each.options for each in story.examples)  # the units, which no store of a test has
+    skipped = sum(doctest.SKIP in each.options for each in story.examples)  # units and clients of a larger store
     assert runner.tries == len(story.examples) - skipped > 10
     assert runner.failures == 0
 

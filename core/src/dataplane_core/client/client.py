@@ -868,8 +868,8 @@ class DataPlaneClient(ClientFacts):
                 Their ``state`` says which, and whether a process of this host is stopped or gone.
 
         Examples:
-            >>> [(info.pid, info.role, info.calls) for info in client.list_clients()]
-            []
+            >>> [(info.pid, info.role, info.num_calls) for info in client.list_clients()]  # doctest: +SKIP
+            [(4711, 'actor 3', 1)]
         """
         with self._connection.operation("list_clients", needs=Capability.CLIENTS):
             return clients_of(self._connection, ended=ended)

@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Its name is short, since the paths of Unix sockets below it may have 107 bytes only. A token in the environment
     keeps Ray from making one in the home folder, where the one of another process that starts would replace it.
     """
-    # no test asserts on time, as Hypothesis does by default, twice; and a run is as the one before
+    # no test asserts on time, as Hypothesis does by a deadline and a health check; and a run is as the one before
     long, slow = os.environ.get("DATAPLANE_HYPOTHESIS_PROFILE") == "long", [hypothesis.HealthCheck.too_slow]
     how: dict[str, Any] = {"derandomize": not long, "max_examples": 100 if long else 30}
     hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=slow, **how)

@@ -6,5 +6,5 @@ import time
 def findings(backend_class, level, **options):
     """The findings of a level: what and hint of each."""
     config = backend_class.Config(**options)
-    found = backend_class.diagnose(config, deadline=time.monotonic() + 60)
-    return [(finding.what, finding.hint) for finding in found if finding.level is level]
+    everything = backend_class.diagnose(config, deadline=time.monotonic() + 60)
+    return [(finding.what, finding.hint) for finding in everything if finding.level is level]

@@ -114,8 +114,10 @@ def durable(batches: tuple[str, ...] = ("A", "B"), rounds: int = 40, disk: Path 
     The folder is in /dev/shm, and on the disk that ``--disk`` names; there with ``sync: commit`` too.
     """
     with ExitStack() as stack:
-        folders = [tempfile.TemporaryDirectory(None, "dataplane-durable-", parent) for parent in ("/dev/shm", disk)]
-        memory, on_disk = (Path(stack.enter_context(folder)) for folder in folders)
+        memory, on_disk = (
+            Path(stack.enter_context(tempfile.TemporaryDirectory(None, "dataplane-durable-", parent)))
+            for parent in ("/dev/shm", disk)
+        )
         options: dict[str, Any] = {
             "shm_store": {},
             "`durable` on tmpfs": {"durable": str(memory / "store")},

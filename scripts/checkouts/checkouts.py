@@ -30,8 +30,9 @@ def needs_checkout(project):
 
 
 def config_file(folder, backend, name):
-    """The file of the config of a store of this name."""
-    options = {} if backend == "noop" else {"instance" if backend.startswith("tq_") else "namespace": name}
+    """The file of the config of a store, whose name nobody else on the host has."""
+    own = f"{name}-{os.getpid()}"
+    options = {} if backend == "noop" else {"instance" if backend.startswith("tq_") else "namespace": own}
     if backend == "tq_mooncake":
         options["segment_size_bytes"] = 256 * 2**20
     path = folder / "config.yaml"

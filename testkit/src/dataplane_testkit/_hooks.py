@@ -30,7 +30,8 @@ def backend_of(client: DataPlaneClient) -> Any:
 
 
 class Hooks:
-    """Calls hooks as a client does, without the client's methods. ``deadline_s`` is at most the client's own."""
+    """Calls hooks as a client does, without the client's methods. Each method returns the hook's reply. A request has
+    ``deadline_s`` seconds, or the client's own limit if that is less."""
 
     def __init__(self, client: DataPlaneClient, deadline_s: float = 90.0) -> None:
         self._connection = client._connection

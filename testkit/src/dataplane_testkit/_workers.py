@@ -35,7 +35,7 @@ class Worker:
     """One process with a client, a context manager, which ``connect`` makes in the process.
 
     All that is sent is pickled, so functions must be importable by name. With ``waits``, the process waits for
-    `Worker.connect` first, so that several can begin at the same time. It ends with this one at the latest.
+    `Worker.connect` first, so that several can begin at the same time. It ends with this process at the latest.
     """
 
     def __init__(self, connect: Callable[[], AbstractContextManager[Any]], *, waits: bool = False) -> None:

@@ -55,9 +55,11 @@ class Table(dict[str, Run]):
         """Adds toys."""
         tests: list[str] = []
         for row in re.split(r"\n+(?=\S)", text.strip()):
+            if row.startswith("#"):
+                continue
             if ": " not in row:
                 tests = row.split()
-            elif not row.startswith("#"):
+            else:
                 place, _, code = row.partition(": ")
                 name, _, hook = place.partition(".")
                 is_hook = inspect.isfunction(getattr(self._base, hook))

@@ -37,18 +37,19 @@ class Registration:
     """What the run did between two registrations of a partition's name."""
 
     number: int  # which of its registrations, from 0
-    first: Event  # opened it
-    begin: float = -1  # the place at which the replay begins: of what was before, only the rows that were there count
+    first: Event  # what opened it
+    begin: float = -1  # the place at which the replay begins: of what was before, only its rows are known
     # what was registered, also later, by if_exists="keep"
     fields: dict[str, None] = field(default_factory=dict)
     consumer_tasks: dict[str, None] = field(default_factory=dict)
     enums: dict[str, dict[str, None]] = field(default_factory=dict)
     is_finished: bool = False  # the run said later how many samples there are
-    # by sample; of clears, the places
+    # sample -> its puts, its reads, and the places of the clears that name it
     puts: dict[str, list[Event]] = field(default_factory=dict)
     reads: dict[str, list[Event]] = field(default_factory=dict)
     clears: dict[str, list[int]] = field(default_factory=dict)
-    claims: dict[str, dict[Key, Event]] = field(default_factory=dict)  # by task: without what they lost
+    # task -> the first claim of each batch, without the rows that it lost
+    claims: dict[str, dict[Key, Event]] = field(default_factory=dict)
     held: dict[str, dict[str, Key]] = field(default_factory=dict)  # task -> sample -> the batch whose lease holds it
     # sample -> the places of the last claim that lost it, since its process crashed or was too slow, and of the one
     # that was given it then. What was done in between is done again after it.

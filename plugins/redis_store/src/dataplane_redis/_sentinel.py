@@ -79,7 +79,13 @@ class Service:
 
     def primary(self, deadline: float) -> tuple[str, int]:
         """Host and port of the server that is the primary now. Skips sentinels that missed a failover of which another
-        one told: they name an old primary. Raises a `RedisError` if one refuses the user, or we all certificates."""
+        one told: they name an old primary.
+
+        Raises:
+            NoPrimaryError: No sentinel names one.
+            UnknownServiceError: They do not know the service.
+            RedisError: A sentinel refuses the user, or we refuse the certificates of all sentinels.
+        """
         reasons: list[str] = []
         untrusted: list[Exception] = []
         known: set[str] = set()

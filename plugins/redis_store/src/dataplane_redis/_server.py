@@ -67,7 +67,7 @@ def greeting(namespace: str) -> str | None:
             return probe.recv(256).decode("utf-8", "replace").strip().removeprefix("-ERR ")
     except (ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
         return None
-    except OSError:  # it is silent, as it should be, or too many wait to be connected; a stopped one takes them too
+    except OSError:  # it is silent, as it should be, or too many wait; a busy or stopped one still takes connections
         return ""
 
 
@@ -228,9 +228,9 @@ def check_server(link: Link, config: RedisConfig, deadline: float) -> Durability
     if refused is None:
         durability = durability_of(link, config, deadline)
         refused = next(_setting_errors(link.label, config, version, durability), None)
-        if refused is None:
-            return durability
-    raise ConfigError(f"connect refused: {refused.message}", hint=refused.hint)
+    if refused is not None:
+        raise ConfigError(f"connect refused: {refused.message}", hint=refused.hint)
+    return durability
 
 
 def _version_of(link: Link, deadline: float) -> str:

@@ -16,6 +16,17 @@ from dataplane_redis._server import _folder
 from dataplane_testkit import backend_of
 
 
+def test_close_ends_the_server_and_leaves_no_folder(connect, runs):
+    client = connect(server="private", namespace="life")
+    pid, folder = backend_of(client)._server.pid, _folder("life").path
+    assert runs(pid)
+    assert folder.stat().st_mode & 0o077 == 0
+    client.close()
+    assert not runs(pid)
+    assert not folder.exists()
+    assert not folder.with_name(".life.lock").exists()
+
+
 def test_a_server_that_was_killed_is_gone_for_good(connect, runs):
     owner = connect(server="private", namespace="killed")
     client = connect(bootstrap=False, server="private", namespace="killed", partition="p")

@@ -26,7 +26,8 @@ _SESSIONS_TOGETHER: Final = 64
 
 
 class DurableStore(Store):
-    """As `Store`, of what lies in a folder, which it makes. The options are as in `ShmConfig`.
+    """As `Store`, of what lies in a folder, which it makes. With ``sync``, what is answered survives the end
+    of the machine. ``namespace`` is told to others that want the folder.
 
     Raises:
         AlreadyRunningError: Another process has the folder open.

@@ -1,8 +1,8 @@
 """Calls into Mooncake's engine, each with a deadline.
 
 An engine call has no timeout of its own (it releases the interpreter's lock). So each call runs in a thread, and the
-caller gives the call up at the deadline. A transfer to a suspended process would then go on for a minute, and polls
-meanwhile. But the engine only ever waits for connections, so shutting these down ends the call at once.
+caller gives the call up at the deadline. A transfer to a suspended process would then go on for a minute, and poll all
+the time. But the engine only ever waits for connections, so shutting these down ends the call at once.
 
 When the process exits, C++ destroys the engine even if threads are still in it: the process then dies by a segmentation
 fault and loses its exit status. So no thread is left in it: see `_end_all`.
@@ -156,7 +156,8 @@ def bounded(
     closed: Callable[[], bool] = lambda: False,
     on_give_up: Callable[[], None] = lambda: None,
 ) -> _Result:
-    """Runs engine calls in a thread, and waits for them until the deadline. Raises what they raise.
+    """Runs engine calls in a thread, and waits for them until the deadline. Raises what they raise, and also
+    `OperationTimeoutError`, `ClientClosedError`, and `BackendUnavailableError` if the watch found a process dead.
 
     Args:
         what: The operation, for messages.

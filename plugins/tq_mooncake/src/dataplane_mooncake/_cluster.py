@@ -188,7 +188,8 @@ class MooncakeInstance(Instance):
             self._watch = UnitWatch(self)
 
     def refresh(self, *, deadline: float) -> None:
-        """Asks the controller for the details anew, if others watch the units: they may have died or come back."""
+        """Asks the controller for the details anew, since units may have died or come back. Does nothing in the
+        process that watches them."""
         if self._watch is not None:
             return
         description = get_within(self.controller.get_config.remote(), "ask for details", deadline)

@@ -129,7 +129,7 @@ def check_master(*, mend: bool = False) -> None:
 
 
 def check_rdma(devices: Sequence[str] = ()) -> None:
-    """Checks that this machine has these RDMA devices, or any. Without, Mooncake would report success and use TCP."""
+    """Checks that this machine has these RDMA devices, or any. Else Mooncake would report success and use TCP."""
     there = sorted(each.name for each in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
     missing = [name for name in devices if name not in there]
     if missing or not there:

@@ -167,7 +167,8 @@ class UnitBook:
 
     def choose(self, number: int, size_bytes: int, node: str, full: Sequence[int] = ()) -> int:
         """A write id with this number. It says which unit gets the rows: that of the node, if it has room; else the one
-        with the most room. Lives in ``full`` get none, unless there are no others."""
+        with the most room. Lives in ``full`` get none, unless there are no others. From ``number`` on, no number of
+        ``LIFE_BITS`` bits may be used already. Raises `UnitsGoneError` if no unit takes rows at the moment."""
         with self.lock:
             serving = [life for life in self._lives.values() if life.served]
             if not serving:
@@ -180,7 +181,7 @@ class UnitBook:
         return life.started.size_bytes * _FILLED - self._rows[life.number].size_bytes
 
     def _refuse(self) -> None:
-        """No unit takes rows. Unless they say why, that will change by itself."""
+        """Says that no unit takes rows: for good if the units say why, else for the moment."""
         units = [life for life in self._lives.values() if life.node]
         if units and all(life.why for life in units):
             why = "; ".join(f"{life.unit}: {life.why}" for life in units)
@@ -267,7 +268,7 @@ class UnitBook:
                 self._saved_version = self._version
 
     def restore(self, noted: bytes, payload: Mapping[int, tuple[Sequence[int] | None, Sequence[int]]]) -> None:
-        """Goes on where the book was that noted this. ``payload``: write id -> the bytes of all its rows, if known, and
+        """Goes on from what another book noted. ``payload``: write id -> the bytes of all its rows, if known, and
         the rows that the units may still hold."""
         with self.lock:
             try:
@@ -319,7 +320,8 @@ class UnitBook:
 def make_ledger(
     journal: Path | None, capacity_bytes: int | None, sync: bool, *, durable: bool = False, must_exist: bool = False
 ) -> tuple[LedgerService, FolderLog | None]:
-    """The ledger of an instance, and its log in the folder ``journal``. The folder that this is in must exist.
+    """The ledger of an instance, and its log in the folder ``journal``, if there is one. Unless it is durable, the
+    folder that this is in must exist.
 
     Args:
         durable: Whether the log outlives the instance: who bootstraps it again goes on with it. The folder that it is

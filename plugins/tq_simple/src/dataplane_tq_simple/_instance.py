@@ -109,7 +109,7 @@ class Instance:
     @classmethod
     def start(cls, config: Any, *, deadline: float) -> Self:
         """Starts the actors and waits until they run. Clients can attach only after `publish`. Raises as
-        `QueueBackend.start`, and what `prepare` raises."""
+        `QueueBackend.start`, what `prepare` raises, and `ConfigError` for an address that other nodes cannot reach."""
         check_cpus(config, cls.num_units(config), ray.cluster_resources().get("CPU", 0.0), "the Ray cluster")
         durable = getattr(config, "durable", None)
         journal = _journal_of(config, durable)
@@ -152,7 +152,7 @@ class Instance:
         self, name: str, actor_class: type, arguments: Mapping[str, Any], deadline: float, **options: Any
     ) -> Any:
         """Creates an actor, which ends with the instance. Waits a little while one that has just died still holds the
-        name, which is that of the controller, or begins with it and ``/``. Raises `AlreadyRunningError`."""
+        name, which is that of the controller, or begins with it and ``/``. `AlreadyRunningError`: an instance of that name runs."""
         env = {"env_vars": {variable: os.environ.get(variable, value) for variable, value in _ACTOR_ENV.items()}}
         actor = remote(actor_class).options(name=name, namespace=NAMESPACE, runtime_env=env, **options)
         wait_until = min(deadline, time.monotonic() + _SETTLE_S)

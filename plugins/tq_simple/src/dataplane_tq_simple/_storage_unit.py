@@ -39,8 +39,8 @@ class UnitOptions(NamedTuple):
 class StorageUnit:
     """See above. Rows are served by a thread.
 
-    ``instance`` identifies it, if it outlives its processes. ``follows`` is the name and the id of the actor of the
-    controller, for a unit that no process owns.
+    ``instance`` identifies the instance, if that outlives its processes. ``follows`` is the name and the id of the
+    actor of the controller, for a unit that no process owns.
     """
 
     def __init__(self, options: UnitOptions, instance: str = "", follows: tuple[str, str] | None = None) -> None:

@@ -167,8 +167,8 @@ class TQSimpleBackend(QueueBackend):
     def store_writes(
         self, writes: Mapping[int, commands.Write], columns: Mapping[str, WireColumn | SharedRows], deadline: float
     ) -> None:
-        """As `LedgerBackend.store_writes`. The ids say which unit gets the rows. If that has ended, it raises
-        `UnitsGoneError`."""
+        """As `LedgerBackend.store_writes`. The ids say which unit gets the rows. Raises `UnitsGoneError` if that
+        unit has ended, and `CapacityExceededError` if it has no room."""
         stored = {write_id: columns_of(write, columns).values() for write_id, write in writes.items()}
         number = next(iter(writes)) >> LIFE_BITS
         self._look_up([number], deadline)

@@ -50,7 +50,8 @@ def refuses(host: str, port: int, within_s: float) -> bool:
 
 
 def parse_announced(option: str) -> _Network:
-    """Reads the option ``announce_address``: an IP address, or a network in CIDR notation. Raises `ValueError`."""
+    """The network of the option ``announce_address``: a network in CIDR notation, or a single IP address, which is a
+    network of its own. Raises `ValueError` if it is neither."""
     try:
         return ipaddress.ip_network(option, strict=False)
     except ValueError as error:
@@ -96,7 +97,8 @@ def announced_address(option: str | None, *, ray_ip: str, num_nodes: int, mine: 
 
 
 def check_address(address: str, *, num_nodes: int, of: str) -> None:
-    """Refuses an address under which other nodes cannot reach this one. ``of`` says what it is, for the message."""
+    """Refuses an address under which other nodes cannot reach this one: a link-local, multicast or unspecified one, and
+    a loopback address if there are several nodes. ``of`` says what it is, for the message."""
     parsed = _parsed(address)
     if parsed is None:
         kind = "not an IP address"

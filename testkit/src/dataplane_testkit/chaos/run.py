@@ -392,7 +392,8 @@ class Run(ExitStack):
     def _run_processes(self, new_worker: Callable[[], Worker]) -> None:
         settings = self._settings
         try:
-            self._workers = {number: _Life(number, 0, new_worker()) for number in range(settings.workers)}
+            for number in range(settings.workers):
+                self._workers[number] = _Life(number, 0, new_worker())
             for worker in self._workers.values():
                 worker.process.wait_ready()
             self._until_s = time.monotonic() + settings.schedule_s

@@ -299,7 +299,8 @@ class RowSuite(Suite, chapter="rows"):
 def allocated(call: Callable[[], _R]) -> tuple[_R, int]:
     """Makes a call and counts the bytes that it allocated in this process, but not those of an engine's own library.
 
-    Of torch's operators in the calling thread all counts, even if it was freed; of Python and numpy, the peak.
+    What torch's operators in the calling thread allocate counts even if it was freed. Of Python and numpy, it is the
+    peak, less what was allocated before the call.
     """
     gc.collect()
     tracing = tracemalloc.is_tracing()

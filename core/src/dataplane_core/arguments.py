@@ -59,10 +59,13 @@ def checked(where: str, form: type[_T], /, **arguments: Any) -> _T:
         try:
             made = msgspec.convert(arguments, form)
             break
-        except msgspec.ValidationError as error:  # mend the value that it names, or refuse it
-            name = re.split(r"[.\[]", _place_of(error))[1]
-            hint = get_type_hints(form, include_extras=True)[name]
-            arguments[name] = checked_as(f"{where}: {name}", hint, arguments[name])
+        except msgspec.ValidationError as error:
+            name, bracket, rest = _place_of(error).removeprefix(".").partition("[")
+            value: Any = arguments.get(name)
+            if bracket or (plain := _plain(value, error)) is None:
+                hints = get_type_hints(form, include_extras=True)
+                raise _refusal(f"{where}: {name}", bracket + rest, value, hints.get(name), error) from None
+            arguments[name] = plain
     made = _sendable(where, form, made)
     check = getattr(made, "check", None)
     if check is not None:

@@ -51,7 +51,10 @@ def load_backend(name: str) -> type[Backend]:
     """Imports the backend of that name and checks its hooks.
 
     Raises:
-        PluginError: It is not installed, or twice, its import fails, or its hooks do not fit.
+        UnknownBackendError: It is not installed.
+        DuplicatePluginError: Two distributions register the name.
+        PluginImportError: Its import fails. The cause is the original error.
+        PluginSignatureError: Its hooks do not fit.
     """
     cls: type[Backend] = load_plugin(BACKEND_GROUP, name, "backend")
     _check_backend(cls, name)
@@ -279,7 +282,7 @@ def _check_backend(cls: type[Backend], name: str) -> None:
 
 def _check_middleware(plugin: Any, others: Sequence[Any]) -> None:
     cls = type(plugin)
-    if any(plugin is other for other in others):
+    if plugin in others:
         raise ConfigError(f"middleware lists the same {cls.__name__} object twice. Expected an object for each entry.")
     label = f"middleware '{cls.__name__}'"
     wrappers = 0

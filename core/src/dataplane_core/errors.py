@@ -317,7 +317,7 @@ Outcome: TypeAlias = Literal["done", "not_done", "unknown"]
 
 
 class Unanswered(DataPlaneError):
-    """Base of those after which a put, ack, nack or renew may have happened or not.
+    """Base of the errors that say by ``outcome`` whether the operation was carried out.
 
     Attributes:
         outcome: Whether it was carried out: ``done``, ``not_done``, or ``unknown``.
@@ -331,7 +331,8 @@ class Unanswered(DataPlaneError):
 
 
 class OperationTimeoutError(Unanswered, TimeoutError):
-    """The deadline passed. A read or claim returned nothing; of others, ``outcome`` says whether they were done."""
+    """The deadline passed. A read or claim returned nothing. Whether another operation was carried out is said
+    by ``outcome``: ``done``, ``not_done``, or ``unknown``."""
 
 
 class LeaseHolder(Frozen, frozen=True):
@@ -501,7 +502,8 @@ class ClientClosedError(DataPlaneError, RuntimeError):
 
 
 class BackendUnavailableError(Unanswered, ConnectionError):
-    """The backend cannot be reached, or died. ``outcome`` says whether the operation was done."""
+    """The backend cannot be reached, or died. Whether the operation was carried out is said by ``outcome``: ``done``,
+    ``not_done``, or ``unknown``."""
 
 
 class LostReplyError(BackendUnavailableError):

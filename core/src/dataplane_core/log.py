@@ -86,7 +86,8 @@ class Log(ABC):
     def commit(self) -> None:
         """Returns when everything so far is kept, but for lazy records. Call it before anything is answered.
 
-        If it raises, what is kept is not known.
+        Raises `TakenError` if another process has the log, and `OSError` if the disk failed: what is kept is then not
+        known.
         """
 
     def commit_or_end(self) -> None:
@@ -258,13 +259,13 @@ _decode_frame: Final = msgspec.msgpack.Decoder(_Frame).decode
 
 
 class FolderLog(Log):
-    """The log of a folder, which is made. Opening it takes it from the process that had it. Thread-safe.
+    """The log of a folder, which it makes. Opening it takes it from the process that had it. Thread-safe.
 
     With ``sync``, `commit` waits until the disk has all frames. If not, they survive the end of the process, but not
     that of the machine.
 
     Raises:
-        BackendUnavailableError: The folder cannot be used, or there is no log, and there ``must_exist`` one.
+        BackendUnavailableError: The folder cannot be used, or there is no log although it ``must_exist``.
         CorruptDataError: A frame is damaged that is not the last one, or the log is of another version.
     """
 

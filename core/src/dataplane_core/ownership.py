@@ -210,7 +210,8 @@ class PrivateFolder:
             )
 
     def claim(self, deadline: float) -> None:
-        """Locks the folder, unless another process owns it, and makes it new and empty."""
+        """Locks the folder, and makes it new and empty. Raises `AlreadyRunningError`, retryable, if another process
+        owns it, and `BackendUnavailableError` if other users can access the folder above it."""
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         self.check_home()
         give_up = min(deadline, time.monotonic() + _CLEANUP_S)
@@ -326,8 +327,8 @@ class OwnedProcess(subprocess.Popen[bytes]):
         return self.poll() is not None
 
     def end(self, until: float = math.inf) -> None:
-        """Ends the watcher, then the process, which is killed when ``end_s`` is over, or at ``until``. May be called
-        again."""
+        """Ends the watcher, then the process, which is killed when ``end_s`` is over, or at ``until``. Blocks until
+        both have ended. May be called again."""
         self._watcher.kill()
         self._watcher.wait()
         self.forget_in_fork()

@@ -222,6 +222,8 @@ WRONG = [
     ("register_partition", TypeError, "", [{"partition_id": 7}, {"consumer_tasks": "train"}]),
     ("register_partition", TypeError, r"enums\['x'\]\[0\] must be a str, got int", [{"enums": {"x": [1]}}]),
     ("register_partition", TypeError, r"enums\['x'\] must be a list, got str", [{"enums": {"x": "ab"}}]),
+    ("register_partition", TypeError, "enums: a key must be a str, got int", [{"enums": {1: ["a"]}}]),
+    ("register_partition", ValueError, "enums: a key must not be empty", [{"enums": {"": ["a"]}}]),
     ("register_partition", ValueError, r"enums\['x'\]\[0\] must have a length", [{"enums": {"x": ["a" * 65]}}]),
     ("seal", TypeError, r"rollouts\['a_g0'\] must be an int, got str", [{"rollouts": {"a_g0": "2"}}]),
     ("seal", TypeError, "a key must be a str, got int", [{"rollouts": {1: 1}}]),

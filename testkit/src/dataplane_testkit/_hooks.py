@@ -40,7 +40,7 @@ class Hooks:
     def call(self, request: Any) -> Any:
         """Calls the hook of a request."""
         request.deadline = time.monotonic() + self._deadline_s
-        with self._connection.operation():
+        with self._connection.naming_errors():
             return self._connection.call(request)
 
     def ask(self, operation: str, *partition_id: str, **about: Any) -> Any:

@@ -168,7 +168,7 @@ class Backend:
         """The class of the stores with these options. Default: this one.
 
         For a backend whose options choose between engines with other capabilities or another wire format. All these
-        classes have the same ``Config``, of which ``config`` is an instance, as in what follows.
+        classes have the same ``Config``. Here and below, ``config`` is an instance of it.
         """
         return cls
 

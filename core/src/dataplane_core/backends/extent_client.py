@@ -103,6 +103,7 @@ class ExtentClient:
             DataPlaneError: As `Session.call`.
         """
         what = "put_samples"
+        assert writes or begin is not None, "a put brings writes, or is begun and committed here"
         plans = [_Plan(write_id, list(columns)) for write_id, columns in writes.items()]
         wanted = [plan.wanted for plan in plans]
         first: list[Any] = []

@@ -1,6 +1,9 @@
 """The owner of a store: the process that hosts its ledger. How it is elected, what it writes down, and how its clients
 reach it, by the newest record of its log.
 
+The first client starts it, and it ends when no client is left. If it is killed, stopped, or cut off from the engine,
+any client starts another one, which goes on where the log ends.
+
 The engine keeps records under the numbers 1, 2, 3, ... It appends one only if its number follows the newest. So of two
 processes that append the same number, one notices that it is not the owner any more. An owner appends a record at least
 each second. Where the newest record stays the same for `LEASE_S`, its owner is dead, or may answer nobody until it has
@@ -237,7 +240,8 @@ class EngineLog(Log):
                 self._refuse_if_taken()
 
     def beat(self) -> None:
-        """Appends a record if none was appended for a second. Nothing may change the ledger meanwhile."""
+        """Appends a record if none was appended for a second, or ends the process, as `commit_or_end`. Nothing may
+        change the ledger meanwhile."""
         with self._lock:
             self._is_dirty |= time.monotonic() - self._sure_at > _BEAT_S
         self.commit_or_end()

@@ -147,7 +147,8 @@ class BatchedDataDict(UserDict[str, Any]):
         return _common_size("", self.data)
 
     def slice(self, start: int, end: int) -> SlicedDataDict:
-        """The rows ``[start, end)``. Tensors and arrays are views, and pickled with the whole memory behind them."""
+        """The rows ``[start, end)`` of the batch. Tensors and arrays are views, and pickled with the whole memory
+        behind them. Raises `InvalidRequestError` if the batch has fewer rows."""
         size = self.size
         if not 0 <= start <= end <= size:
             raise InvalidRequestError(f"slice: [{start}, {end}) does not lie within the {size} rows.")
@@ -229,7 +230,8 @@ class BatchedDataDict(UserDict[str, Any]):
         """Cuts the batch into chunks, each chunk into ``shards`` equal parts, and joins the parts by position.
 
         ``[A A B B C C D D]`` with batch_size 2 and shards 2 gives ``[A B C D]`` twice. With dynamic batching or
-        packing, all shards get the same number of microbatches in every chunk.
+        packing, all shards get the same number of microbatches in every chunk: ranks that communicate once for each
+        microbatch would else deadlock.
 
         Args:
             shards: Number of shards.

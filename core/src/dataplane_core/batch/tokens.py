@@ -1,7 +1,7 @@
 """Which columns of a batch have an element per token, and where the tokens of each row lie in them.
 
 Lengths alone do not tell on which side a row is padded. An attention mask in the batch does, and the first write notes
-in the meta where the tokens of each row began, for the columns that are written later. Without a mask, it is 0.
+in the meta where the tokens of each row began, for the columns that are written later. Without a mask, rows begin at 0.
 
 Shape legend: ``N`` rows, ``S`` padded sequence length, ``K`` elements of a cell.
 """

@@ -80,7 +80,8 @@ def read_columns(
     Padded rows begin at 0, also if they were written with padding on the left. ``meta.token_starts`` is then set to
     None, so that `write_columns` cuts what was computed from the batch as the batch is.
 
-    Only token columns are padded, all to one width: by `token_columns`, with ``padded``. Every other column comes back
+    Only token columns are padded, all to one width. Which these are is said by `token_columns` with ``padded=True``. It
+    also takes a dense column as wide as the longest sample, such as ``position_ids``. Every other column comes back
     as it was written: jagged if its rows differ in length, such as the patches of a sample's images, else dense.
 
     Args:
@@ -254,8 +255,9 @@ def write_columns(
         A copy of the meta whose fields also name the written ones. Without ``fields``, nothing is written.
 
     Raises:
-        InvalidRequestError: Sizes do not fit, or columns are token-aligned but the meta has no lengths.
+        InvalidRequestError: Sizes do not fit, ids repeat, or columns are token-aligned but the meta has no lengths.
         InvalidTypeError: A column is neither a tensor nor one object per row.
+        SchemaMismatchError: A column does not fit its field's spec.
     """
     check_meta("write_columns: meta", meta)
     where = f"write_columns('{meta.partition_id}', {meta.size} samples)"

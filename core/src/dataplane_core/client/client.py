@@ -81,7 +81,7 @@ from dataplane_core.spec import (
     new_id,
 )
 from dataplane_core.spec.replies import FieldList
-from dataplane_core.spec.requests import AckRequest, ConsumptionRequest, IfExists, NackRequest, RenewRequest
+from dataplane_core.spec.requests import AckRequest, ConsumptionRequest, IfExists, NackRequest, RenewRequest, Words
 from dataplane_core.spec.tags import check_tags
 
 if TYPE_CHECKING:  # torch is imported by the first call that needs it
@@ -121,9 +121,9 @@ class DataPlaneClient(ClientFacts):
 
     Several threads may share a client. It cannot be pickled, and a forked child cannot use its parent's. Every method
     blocks until it is done, at most ``op_timeout_s`` seconds (see the config); a blocking claim has a ``timeout_s`` of
-    its own. All errors derive from `DataPlaneError`. Where a method names a partition or a task that is not registered,
-    they are `UnknownPartitionError` and `UnknownTaskError`; where the backend does not declare what a method needs, it
-    is `UnsupportedOperationError`.
+    its own. All errors derive from `DataPlaneError`. Unless a method says otherwise, they are: for a partition or a
+    task that is not registered, `UnknownPartitionError` and `UnknownTaskError`; for what the backend does not declare,
+    `UnsupportedOperationError`; for a deadline that passed, `OperationTimeoutError`.
 
     Examples:
         The examples of the methods continue this one.
@@ -194,7 +194,7 @@ class DataPlaneClient(ClientFacts):
                 num_samples=num_samples,
                 consumer_tasks=consumer_tasks,
                 grpo_group_size=grpo_group_size,
-                enums=enums or {},
+                enums=checked_as("register_partition: enums", dict[Name, Words], enums or {}),
                 if_exists=if_exists,
                 rollouts=rollouts,
             )
@@ -492,6 +492,7 @@ class DataPlaneClient(ClientFacts):
                 get about the same number of tokens (tag ``input_lengths``).
             dp_size: The number of ranks; ``balanced`` requires it. The first claim of a batch then chooses
                 ``batch_size`` samples for each rank, or what is left, and all ranks get about as many, perhaps none.
+                That there is no further batch is also said to all ranks. `stream` tells the two apart.
             batch_index: Which batch of ``dp_rank``, from 0. None: the first that this client was not given yet.
             balance: What ``balanced`` balances instead of tokens, such as ``{"cost": "flops", "hidden_size": 4096}``:
                 see `shard_meta_for_dp`. It is sent to the store, so it cannot be a function.
@@ -598,7 +599,8 @@ class DataPlaneClient(ClientFacts):
             return info.num_samples is not None and self.check_consumption_status(partition_id, task_names)
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Removes samples with their tags and cursors. Ids that do not exist are ignored.
+        """Removes samples with their tags and cursors. Ids that do not exist are ignored, and so is a whole partition
+        that does not.
 
         Args:
             sample_ids: The samples, or None for the whole partition with its registration.
@@ -638,7 +640,7 @@ class DataPlaneClient(ClientFacts):
         Examples:
             >>> client.save(folder, {"step": 7})
         """
-        with self._connection.operation():
+        with self._connection.naming_errors():
             from dataplane_core.client.saving import save  # it imports torch
 
             save(self, folder, metadata, partitions)
@@ -670,7 +672,7 @@ class DataPlaneClient(ClientFacts):
             >>> client.list_sample_ids("step-1")
             ['p0_g1', 'p1_g0', 'p1_g1']
         """
-        with self._connection.operation():
+        with self._connection.naming_errors():
             from dataplane_core.client.saving import load  # it imports torch
 
             return load(self, folder, partitions)
@@ -814,7 +816,7 @@ class DataPlaneClient(ClientFacts):
             >>> client.list_consumed("step-1", "trainer")
             ['p0_g1', 'p1_g0', 'p1_g1']
         """
-        with self._connection.operation():
+        with self._connection.naming_errors():
             check_name("task_name", task_name)
             state = export(self._connection, "list_consumed", partition_id)
             _check_tasks(partition_id, [task_name], state.consumed)

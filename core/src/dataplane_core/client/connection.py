@@ -336,13 +336,13 @@ class Connection:
         return threading.get_ident() in self._inside
 
     def entering(self, what: str, function: Callable[[Any], _R]) -> Callable[[Any], _R]:
-        """A part of the backend, refused to a thread that is in the middle of another one.
+        """A part of the backend, guarded: a thread that is in the middle of another one is refused.
 
         A signal handler, a logging handler or a ``__del__`` may come between any two lines of a backend, and would then
         wait for ever for a lock that its own thread has.
         """
 
-        def enter(request: Any) -> _R:
+        def enter(request: Any) -> _R:  # the name that hooks have
             this = threading.get_ident()
             if this in self._inside:
                 raise UnsupportedOperationError(
@@ -392,6 +392,15 @@ class Connection:
             if self.closes_after == call.thread_id and not self._is_inside:
                 self.closes_after = None
                 self.close()
+
+    @contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Names the backend in errors of what is made of several operations, between which a close may come."""
+        try:
+            yield
+        except DataPlaneError as error:
+            error.backend = error.backend or self.config.backend
+            raise
 
     def require(self, capability: Capability, what: str) -> None:
         """Refuses what the backend does not declare."""

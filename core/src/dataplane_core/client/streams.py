@@ -331,7 +331,7 @@ class AsyncStream:
 
 
 class _OnLoop(asyncio.Queue["Item | BaseException | None"]):
-    """What a feed has read, for a task of an event loop."""
+    """What a feed has read, for a task of an event loop. Other threads use only `hand_over`."""
 
     loop: asyncio.AbstractEventLoop | None = None  # that of the task which waits
 
@@ -532,7 +532,7 @@ class Feed:
         if self._connection.is_forked:
             return  # a forked child must not end what its parent uses
         self._waiters.close()
-        self.collected(self._connection.config.op_timeout_s)
+        self._end_threads(self._connection.config.op_timeout_s)
 
     def collected(self, within_s: float = _COLLECTED_WITHIN_S) -> None:
         """Ends the feed when nobody refers to its stream. Waits a little until what it holds is given back.
@@ -540,9 +540,12 @@ class Feed:
         The garbage collector may call it while its thread has a lock that the threads need. So it takes none (`put` of
         this queue may interrupt itself), and does not wait until they have ended.
         """
+        self._end_threads(within_s)
+
+    def _end_threads(self, timeout_s: float) -> None:
         self._told.put(True)
         if self._threads and threading.current_thread() not in self._threads:
-            self._threads[0].join(within_s)  # which waits for the other one
+            self._threads[0].join(timeout_s)  # which waits for the other one
 
     def _begin(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name="dataplane-stream", daemon=True)

@@ -93,7 +93,7 @@ class Ledger:
         self._writes: dict[int, LiveWrite] = {}
         self._content: dict[bytes, Ref] = {}  # digest -> the row that has it, if it is kept by content
         self._garbage: dict[Ref, int | None] = {}  # ref -> the first write of its put, if it was abandoned
-        self.held_bytes = 0  # and reserved, of payload
+        self.held_bytes = 0  # payload bytes, held and reserved
         self.room = RoomQueue()
         self._done = DoneRequests()
         self._next_write = 1

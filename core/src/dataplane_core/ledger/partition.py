@@ -377,7 +377,7 @@ class Partition:
             for view in task.views.values():
                 view.discard(claimable.seq)
         for task_name, hold in row.holds.items():
-            self._forget_hold(task_name, hold)
+            self._forget_hold(row, task_name, hold)
         row.holds = NO_HOLDS  # as `leases` see it
         if row.group is not None:
             group = self.groups[row.group]
@@ -518,6 +518,8 @@ class Partition:
             # from all views of the task: another claim, for other fields, must not hand it out again
             for view in task.views.values():
                 view.discard(claimable.seq)
+            if isinstance(claimable, Group):
+                claimable.num_held[task_name] = len(claimable.rows)
         if lease_s is not None:
             for row in rows:
                 self.leases.add(expires_at, row, task_name)
@@ -718,7 +720,7 @@ class Partition:
                 hint="The lease ran out, was settled, or the sample was cleared; another consumer may hold it now.",
             )
         for name, count in Counter([row.group for row in rows if row.group is not None]).items():
-            held = self.groups[name].num_held(task_name)
+            held = self.groups[name].num_held[task_name]
             if count != held:
                 raise InvalidRequestError(
                     f"{action} refused: it names {count} of the {held} samples held of group '{name}'. Groups are "
@@ -727,19 +729,24 @@ class Partition:
         return task, list(rows)
 
     def _give_back(self, row: Row, task_name: str) -> None:
-        self._forget_hold(task_name, row.holds[task_name])
+        self._forget_hold(row, task_name, row.holds[task_name])
         row.holds = {name: hold for name, hold in row.holds.items() if name != task_name} or NO_HOLDS
         self._offer(self._claimable_of(row), (task_name,))
 
-    def _forget_hold(self, task_name: str, hold: Hold) -> None:
+    def _forget_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
         task.num_held -= 1
         task.num_done -= hold.done
+        if row.group is not None:
+            self.groups[row.group].num_held[task_name] -= 1
 
     def _count_hold(self, row: Row, task_name: str, hold: Hold) -> None:
         task = self.tasks[task_name]
         task.num_held += 1
         task.num_done += hold.done
+        if row.group is not None:
+            num_held = self.groups[row.group].num_held
+            num_held[task_name] = num_held.get(task_name, 0) + 1
         if not hold.done:
             self.leases.add(hold.expires_at, row, task_name)
 

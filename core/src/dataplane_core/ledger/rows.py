@@ -153,6 +153,7 @@ class Group:
     size: int | None  # how many members it has, as registered
     is_broken: bool  # whether it lost a member, for good
     members: dict[str, Row] = field(default_factory=dict)  # those that are present, by id
+    num_held: dict[str, int] = field(default_factory=dict)  # task -> how many members it holds
 
     @property
     def rows(self) -> Collection[Row]:
@@ -165,12 +166,8 @@ class Group:
         return not self.is_broken and len(self.members) == self.size
 
     def is_ready(self, required: frozenset[str], task_name: str) -> bool:
-        if not self.is_whole or self.num_held(task_name):
-            return False
-        return all(required <= row.cells.fields.keys() for row in self.rows)
-
-    def num_held(self, task_name: str) -> int:
-        return sum([task_name in row.holds for row in self.members.values()])
+        is_free = not self.num_held.get(task_name) and self.is_whole
+        return is_free and all(required <= row.cells.fields.keys() for row in self.rows)
 
     def add(self, row: Row) -> None:
         self.members[row.sample_id] = row
@@ -185,7 +182,7 @@ class Group:
 
     def check_put(self, name: str, put: Mapping[str, Mapping[str, Any]], where: str) -> None:
         """Refuses rows of a put, given as id -> tags, for which this group has no place."""
-        count = len(self.members.keys() | put.keys())
+        count = len(self.members) + sum(sample_id not in self.members for sample_id in put)
         if self.size is not None and count > self.size:
             raise InvalidRequestError(
                 f"{where} refused: group '{name}' would have {count} members. Expected at most {self.size}, the "

@@ -74,8 +74,8 @@ class WireGuard(Middleware):
 
     @hookimpl(wrapper=True)
     def get_samples(self, request: GetRequest) -> Generator[None, WireBatch, WireBatch]:
-        """Reads the checksums too, compares them, and returns only the fields. `CorruptDataError.cells` holds all cells
-        that differ."""
+        """Reads the checksums too, compares them, and returns only the fields. Raises `CorruptDataError`, whose
+        ``cells`` are all that differ, and `ConfigError` if they were put by a client without this middleware."""
         names = list(request.fields)
         request.fields = [*names, *(_PREFIX + name for name in names)]
         try:

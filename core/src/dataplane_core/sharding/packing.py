@@ -1,7 +1,5 @@
 """Packers: pack sequences into few bins of limited capacity. Plain integers in and out.
 
-OPT, in what a packer promises, is the smallest possible number of bins.
-
 References:
     D. S. Johnson, M. R. Garey: A 71/60 theorem for bin packing. Journal of Complexity 1 (1985), 65-106.
     G. Dósa: The tight bound of first fit decreasing bin-packing algorithm is FFD(I) <= 11/9 OPT(I) + 6/9. ESCAPE 2007.
@@ -27,7 +25,7 @@ Bins: TypeAlias = list[list[int]]
 
 
 def concatenative(lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1) -> Bins:
-    """Fills one bin after the other, in the order given. At most 2 OPT.
+    """Fills one bin after the other, in the order given. It needs at most twice the fewest possible bins.
 
     Args:
         lengths: Tokens per sequence.
@@ -59,7 +57,8 @@ def first_fit_decreasing(
 ) -> Bins:
     """Places the longest first, each into the first bin where it fits. Equal lengths keep their order.
 
-    At most 11/9 OPT + 6/9. Arguments, result and errors are those of `concatenative`.
+    It needs at most 11/9 of the fewest possible bins, and 6/9. Arguments, result and errors are those of
+    `concatenative`.
     """
     sizes = _sizes(lengths, capacity, min_bin_count, bin_count_multiple)
     return _enough(_first_fit(_longest_first(sizes), sizes, capacity), min_bin_count, bin_count_multiple)
@@ -68,7 +67,8 @@ def first_fit_decreasing(
 def first_fit_shuffle(
     lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1, seed: int | None = 0
 ) -> Bins:
-    """Places the sequences in random order, each into the first bin where it fits. At most 1.7 OPT.
+    """Places the sequences in random order, each into the first bin where it fits. It needs at
+    most 1.7 times the fewest possible bins.
 
     Arguments, result and errors are those of `concatenative`. ``seed``, from 0 to 2**32 - 1, gives the same order on
     every machine. None draws a new seed.
@@ -84,7 +84,7 @@ def first_fit_shuffle(
 def modified_first_fit_decreasing(
     lengths: Lengths, capacity: int, *, min_bin_count: int = 0, bin_count_multiple: int = 1
 ) -> Bins:
-    """The five phases of Johnson and Garey (1985). At most 71/60 OPT + 1.
+    """The five phases of Johnson and Garey (1985). They need at most 71/60 of the fewest possible bins, and 1.
 
     Sequences are large (over 1/2 of the capacity), medium (over 1/3), small (over 1/6) or tiny.
 
@@ -245,9 +245,9 @@ class SequencePacker:
     """A packer with its options, as `get_packer` makes it."""
 
     algorithm: str
-    bin_capacity: int
-    min_bin_count: int
-    bin_count_multiple: int
+    bin_capacity: int  # most tokens of a bin
+    min_bin_count: int  # fewest bins
+    bin_count_multiple: int  # their number is a multiple of this
     metrics: list[PackingMetrics] | None  # one entry per `pack`, if they are collected
 
     def pack(self, sequence_lengths: Lengths) -> Bins:

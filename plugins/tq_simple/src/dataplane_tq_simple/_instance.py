@@ -152,7 +152,8 @@ class Instance:
         self, name: str, actor_class: type, arguments: Mapping[str, Any], deadline: float, **options: Any
     ) -> Any:
         """Creates an actor, which ends with the instance. Waits a little while one that has just died still holds the
-        name, which is that of the controller, or begins with it and ``/``. `AlreadyRunningError`: an instance of that name runs."""
+        name, which is that of the controller, or begins with it and ``/``. `AlreadyRunningError`: an instance of that
+        name runs."""
         env = {"env_vars": {variable: os.environ.get(variable, value) for variable, value in _ACTOR_ENV.items()}}
         actor = remote(actor_class).options(name=name, namespace=NAMESPACE, runtime_env=env, **options)
         wait_until = min(deadline, time.monotonic() + _SETTLE_S)

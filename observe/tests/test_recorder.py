@@ -4,7 +4,10 @@ Kills, full disks and several processes: engines/test_written_files.py.
 """
 
 import json
+import os
 import shutil
+from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -298,7 +301,10 @@ def test_beyond_max_bytes_the_oldest_segments_go_and_the_recording_says_so(folde
     assert all(each.until <= puts[0].at and each.size_bytes > 0 for each in recording.dropped)
     recording.rows(puts[0])
     assert all(path.exists() for path in others)
-    (folder / "dropped.jsonl").unlink()
+    notes = folder / "dropped.jsonl"
+    notes.write_bytes(b"\n" + notes.read_bytes())
+    assert Recording(folder).dropped == recording.dropped
+    notes.unlink()
     with pytest.raises(CorruptDataError, match=f"lacks its segment {names[0]}, which was not deleted"):
         Recording(folder)
 
@@ -334,8 +340,26 @@ def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):
         file = _lines.LineFile(path)
         assert len(pauses) == 3
     assert _lines.is_held(path)
+    kept = os.dup(file._file.fileno())  # as a process that was forked off has it
     file.close()
     assert not _lines.is_held(path)
+    os.close(kept)
+
+
+@pytest.mark.parametrize("is_locked", [False, True], ids=["another has the lock", "locked"])
+def test_a_short_write_cuts_off_no_line_of_another(tmp_path, monkeypatch, is_locked):
+    fcntl = pytest.importorskip("fcntl", reason="not run: Windows has no fcntl, which locks files")
+    path = tmp_path / "lines.jsonl"
+    monkeypatch.setattr(_lines.time, "sleep", lambda seconds: None)
+    with path.open("ab", buffering=0) as other:
+        if not is_locked:
+            fcntl.flock(other.fileno(), fcntl.LOCK_EX)
+        with closing(_lines.LineFile(path, shared=True)) as file:
+            real = file._file
+            file._file = SimpleNamespace(fileno=real.fileno, write=lambda data: other.write(b"half"), close=real.close)
+            with pytest.raises(OSError, match="No space left"):
+                file.write({})
+    assert path.read_bytes() == (b"" if is_locked else b"half")
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------

@@ -85,14 +85,14 @@ def rewritten(folder, change):
 def look(capsys):
     """Runs the command. Returns its status and what it printed: an object for ``--json``, the error for status 2."""
 
-    def look(*words):
+    def call(*words):
         status = run(audit, *words)
         said = capsys.readouterr()
         if status == 2:
             return status, said.err
         return status, json.loads(said.out) if "--json" in words else said.out
 
-    return look
+    return call
 
 
 @pytest.fixture
@@ -540,6 +540,13 @@ def test_rows_that_are_damaged_and_a_recording_that_is_not_there(tmp_path, look)
         said = f"the rows of '{damaged[0][0]}' are damaged: "
         for options in ((), ("--step", 1)):
             assert said in look(copy, *options)[1]
+
+
+def test_a_writer_that_was_killed(tmp_path, finds):
+    train(tmp_path, [q(0), q(1)])
+    (path,) = tmp_path.glob("*-000000.jsonl")
+    path.write_bytes(path.read_bytes()[:-40])
+    finds({}, steps=[2, 2], lacks="is cut off, as a killed process leaves it")
 
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["lines were lost", "segments were deleted"])

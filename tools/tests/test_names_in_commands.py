@@ -41,6 +41,12 @@ def test_top(client, config, capsys):
     check(capsys.readouterr().err)
 
 
+def test_top_names_what_is_not_there(nowhere, tmp_path, capsys):
+    for path, named in ((nowhere, "shm_store"), (str(tmp_path / "none.yaml"), "none.yaml")):
+        assert main(["top", path]) == 1
+        assert named in capsys.readouterr().err
+
+
 def test_storage_units():
     unit = UnitInfo(name=EVIL, state=EVIL, node=EVIL, address=EVIL, num_lost=1)
     empty = {"backend": "b", "held_bytes": 0, "capacity_bytes": None, "partitions": [], "clients": None}

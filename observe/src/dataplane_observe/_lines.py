@@ -28,14 +28,18 @@ _LOCK_PAUSE_S: Final = 0.002
 class LineFile:
     """Appends JSON lines to a file by one write each. A line begins with its time ``at``, in seconds since 1970, and
     ends with ``sum``, the XXH3-64 of what is before it. Until it is closed, the file is held, as far as it can be.
+    ``shared``: other processes append to it too.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
         self._file = path.open("a+b", buffering=0)
+        self._shared = shared
+        self._holder = 0  # the process that got the lock
         self.size_bytes = 0  # of what was written here
         for _ in range(_LOCK_TRIES):  # not for ever: a process may be stopped while it has the lock
             try:
                 fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._holder = os.getpid()
                 break
             except BlockingIOError:
                 time.sleep(_LOCK_PAUSE_S)
@@ -43,18 +47,22 @@ class LineFile:
                 break
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Writes a line, wholly or not at all."""
+        """Writes a line. If that fails, a part of it may be left in a shared file that is not locked."""
         data = sealed(_json({"at": round(time.time(), 6), **line})) + b"\n"
         descriptor = self._file.fileno()
         end = os.fstat(descriptor).st_size
         if end and os.pread(descriptor, 1, end - 1) != b"\n":  # half a line
             data = b"\n" + data
         if self._file.write(data) != len(data):
-            os.ftruncate(descriptor, end)
+            if not self._shared or self._holder == os.getpid():  # else it might cut off a line of another
+                os.ftruncate(descriptor, end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.size_bytes += len(data)
 
     def close(self) -> None:
+        if self._holder == os.getpid():  # a process that was forked off may keep the descriptor, and the lock with it
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
+            self._holder = 0
         self._file.close()
 
 

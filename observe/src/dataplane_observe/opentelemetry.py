@@ -70,7 +70,9 @@ class OpenTelemetry(EventMiddleware):
         self._tracer = trace.get_tracer("dataplane_core")
 
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
-        """A span around an operation. That of a claim is made when it is answered: one for all of its questions."""
+        """A span around an operation. That of a claim is made when it is answered: one for all of its questions.
+        The tags that carry contexts are left out of replies.
+        """
         if operation == "claim":
             reply = yield from super().around(operation, request)
         else:

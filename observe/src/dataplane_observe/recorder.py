@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 _SEGMENTS: Final = 32
 _LEAST_SEGMENT_BYTES: Final = 1 << 16
 _MOST_SEGMENT_BYTES: Final = 1 << 28
-#: Of so many partitions, and of so many tasks, a recorder knows what was met last.
+#: Of so many partitions, and of so many tasks, a recorder keeps a value: see `_is_new`.
 _MOST_KNOWN: Final = 1024
 #: What a line says of a request, beside what an event has.
 _OF_REQUEST: Final[Mapping[str, Sequence[str]]] = {
@@ -141,7 +141,12 @@ class Recorder(EventMiddleware):
         self._opened: dict[str, PartitionInfo] = {}  # partition -> the registration that was recorded last
 
     def start(self, context: MiddlewareContext) -> None:
-        """Begins a segment."""
+        """Begins a segment.
+
+        Raises:
+            UnsupportedOperationError: The folder has a recording of another version.
+            BackendUnavailableError: It cannot be written.
+        """
         super().start(context)
         folder = self.config.folder
         try:
@@ -173,10 +178,12 @@ class Recorder(EventMiddleware):
                 segment.close()
 
     def note_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Records a step."""
         finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}  # JSON has no others
         self._append({"op": "step", "step": int(step), "values": finite})
 
     def around(self, operation: str, request: Any) -> Generator[None, Any, Any]:
+        """Records an operation."""
         if operation not in _RECORDED:
             return (yield)
         if isinstance(request, PutRequest):
@@ -345,7 +352,7 @@ class _Segment:
 
 
 def _is_new(last: dict[Any, Any], key: Any, value: Any) -> bool:
-    """Notes what was met last. Whether it is another than before, as far as that is known."""
+    """Keeps the value of a key. Returns whether it differs from the last one kept."""
     if last.get(key) == value:
         return False
     if len(last) >= _MOST_KNOWN:
@@ -400,7 +407,7 @@ def _drop_oldest(folder: Path, max_bytes: int) -> None:
             continue
         size = sum(files[name + suffix].st_size for suffix in (LINES_SUFFIX, ROWS_SUFFIX) if name + suffix in files)
         until = round(files[name + LINES_SUFFIX].st_mtime, 6)
-        with closing(LineFile(folder / DROPPED)) as notes:
+        with closing(LineFile(folder / DROPPED, shared=True)) as notes:
             notes.write({"op": "dropped", "segment": name, "bytes": size, "until": until})
         for suffix in (LINES_SUFFIX, ROWS_SUFFIX):
             (folder / (name + suffix)).unlink(missing_ok=True)

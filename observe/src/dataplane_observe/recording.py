@@ -145,7 +145,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 class DroppedSegment(msgspec.Struct, frozen=True, rename={"name": "segment", "size_bytes": "bytes"}):
     """A segment that was deleted to keep ``max_bytes``."""
 
-    name: str
+    name: str  # the client's id and the segment's number
     until: float  # when it was written last, in seconds since 1970
     size_bytes: int
 
@@ -380,8 +380,9 @@ class Recording:
             data = path.read_bytes()
         except FileNotFoundError:
             return []
+        lines = data.split(b"\n")
         for number, text, is_last in texts_of(data):
-            if text is None and not is_last:
+            if text is None and lines[number - 1] and not is_last:
                 raise CorruptDataError(f"line {number} of '{path}' is damaged.")
             if text is not None:
                 try:

@@ -338,9 +338,10 @@ def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, An
     Samples are compared by id; if the runs have no id of a step in common, by their place in it.
 
     Returns:
-        ``equal_steps``: how many steps were equal; ``found``: the first difference of each kind, in order: dicts with
-        ``step``, ``kind`` (``steps``, ``samples``, ``column``, ``tag``, ``value``) and ``text``, and what they name;
-        ``not_compared``: columns whose digests a recording lacks; ``begins``: which run begins later, as text.
+        ``folders``: the two; ``equal_steps``: how many steps were equal; ``found``: the first difference of each kind,
+        in order: dicts with ``step``, ``kind`` (``steps``, ``samples``, ``column``, ``tag``, ``value``) and ``text``,
+        and what they name; ``not_compared``: columns whose digests a recording lacks; ``begins``: which run begins
+        later, as text; ``lacks``: what a recording lacks, as text; ``wrong``: as ``found``.
     """
     recordings = [Recording(folder), Recording(other)]
     histories = [History(recording, survey(recording, task), check_rows=False) for recording in recordings]
@@ -360,10 +361,11 @@ def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, An
         equal += not found
         if not found.keys().isdisjoint(("column", "samples")):
             break
+    differences = list(found.values())
     return {
         "folders": [str(folder), str(other)],
         "equal_steps": equal,
-        "found": list(found.values()),
+        "found": differences,
         "not_compared": sorted(not_compared),
         "begins": begins,
         "lacks": [
@@ -371,7 +373,7 @@ def compare(folder: str, other: str, *, task: str | None = None) -> dict[str, An
             for which, recording, history in zip(("first", "second"), recordings, histories, strict=True)
             for text in _lacks(recording, history.survey)
         ],
-        "wrong": list(found.values()),
+        "wrong": differences,
     }
 
 

@@ -214,7 +214,8 @@ def follow_partition(
 
 def _check_is_new(client: DataPlaneClient, partition_id: str, task: str, folder: str | os.PathLike[str]) -> None:
     """Refuses the task of something else, as far as it was announced: its samples would not be in a new folder."""
-    description, why = client.describe(partition_id).tasks.get(task), ""
+    description = client.describe(partition_id).tasks.get(task)
+    why = ""
     if description is None:
         return
     if description.num_leased or description.num_consumed:
@@ -363,7 +364,9 @@ class _Follower:
 
 
 class _Portions:
-    """Writes rows of a partition as shards. Use it in a ``with`` statement. With a task, it goes on with the folder."""
+    """Writes rows of a partition as shards. Use it in a ``with`` statement. With a task, it goes on with what the
+    folder has.
+    """
 
     def __init__(
         self,
@@ -396,12 +399,13 @@ class _Portions:
         self.where = None if what.where is None else parse_where(what.where)
         self._decode = None if tokenizer is None else Tokenizer(tokenizer, skip_special=True).decode
         self.rows = Rows(client, partition_id)
-        #: The samples that meet the condition. Of one that follows, later rows may have what that names.
+        #: The samples that meet the condition. An export that follows does not look for them: later rows may have the
+        #: tags of the condition.
         self.found: Tags = self.rows.find(where=self.where).tags if what.task is None else {}
         manifest = Manifest(partition_id=partition_id, epoch=description.info.epoch, what=what)
         self.shards = Shards(folder, manifest, size)
-        self.num_gone = 0  # when they were to be read
-        self.num_rows = _FIRST_ROWS  # to write next
+        self.num_gone = 0  # samples that were gone when they were to be read
+        self.num_rows = _FIRST_ROWS  # rows of the next portion
         self.no_chat: Counter[str] = Counter()  # what rows lack that are no chats -> how many they are
         #: The column of a field, and of a tag. Later shards keep it.
         self._titles = {("", name): name for name in ("sample_id", "tags", *(["messages"] * what.messages))}

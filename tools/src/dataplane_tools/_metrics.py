@@ -78,7 +78,9 @@ class Gauges(Collector):
         self._client.close()
 
     def targets(self) -> list[dict[str, Any]]:
-        """The endpoints of the processes, as Prometheus' discovery over HTTP has them, if `_is_of` their hosts."""
+        """The endpoints of the processes for Prometheus' discovery over HTTP, without those whose address is neither on
+        the loopback interface nor of the client's host.
+        """
         targets: dict[tuple[str, str], dict[str, Any]] = {}
         for client in self._ask() or ():  # clients of a process share an endpoint
             host = client.host if self._client.scope is Scope.CLUSTER else socket.gethostname()

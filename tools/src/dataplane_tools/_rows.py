@@ -54,7 +54,9 @@ class Found:
 
 
 class Rows:
-    """The samples of a partition, by the capability ``listing`` only. None: of the only partition of the store."""
+    """The samples of a partition, by the capability ``listing`` only. ``partition_id`` None: of the only partition of
+    the store.
+    """
 
     def __init__(self, client: DataPlaneClient, partition_id: str | None = None) -> None:
         if partition_id is None:
@@ -84,7 +86,12 @@ class Rows:
         limit: int | None = None,
     ) -> Found:
         """Finds samples, in the order of their first write, or by a tag or a field of one value: those that lack it
-        come last. In a group, the rows of a rollout come one after another.
+        come last. ``descending``: the greatest first; without ``sort`` the newest. In a group, the rows of a rollout
+        come one after another. ``limit``: no more than these.
+
+        Raises:
+            InvalidRequestError: A name is neither a tag nor a field, or a field has no single value. A group has no
+                samples.
         """
         found = self._client.describe(self.partition_id)
         self._specs, self._expected = found.specs, found.info.fields

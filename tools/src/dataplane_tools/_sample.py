@@ -71,7 +71,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What is known of a sample. Each field is in one of the dicts."""
+    """What is known of a sample: its text in ``parts`` and ``tokens``, its other fields by their names in the dicts."""
 
     sample_id: str
     group: str
@@ -83,7 +83,7 @@ class Sample:
     objects: dict[str, Any] = field(default_factory=dict)  # small ones, as JSON values
     shapes: dict[str, str] = field(default_factory=dict)  # what the others are, such as float32 of shape (600, 1176)
     images: dict[str, Any] = field(default_factory=dict)  # uint8 tensors, or the bytes of a file
-    lacks: Sequence[str] = ()
+    lacks: Sequence[str] = ()  # expected fields that it does not have yet
 
 
 def sample_of(
@@ -309,7 +309,9 @@ def describe_image(cell: Any) -> str:
 
 
 def thumbnail(cell: Any) -> bytes | None:
-    """A small PNG of an image, (H, W, C), (C, H, W) or a file. None: there is no Pillow, or it cannot read it."""
+    """A PNG of at most 256 pixels in width and height. None: there is no Pillow, or it cannot read the cell: a uint8
+    tensor (H, W, C) or (C, H, W) of 1, 3 or 4 channels, or the bytes of a file.
+    """
     try:
         from PIL import Image
     except ImportError:

@@ -25,8 +25,8 @@ class Client:
     """A client of the run, which has done something."""
 
     writer: Writer
-    first: float  # when its first operation ended, and its last one
-    last: float = 0.0
+    first: float  # when its first operation ended
+    last: float = 0.0  # when its last one ended
     until: tuple[str, int] = ("", 0)  # segment and line of its last record: a run that goes on writes more
     counts: Counter[str] = field(default_factory=Counter)  # operation -> how many samples
     is_closed: bool = False
@@ -162,8 +162,8 @@ _MEMBER: Final = re.compile(r"(.+)_g(\d{1,4})(?:/(\d{1,4}))?", re.DOTALL)
 class Prompt:
     """A prompt."""
 
-    first: float  # when a sample of it was first put, and when one was put last
-    latest: float
+    first: float  # when a sample of it was first put
+    latest: float  # when one was put last
     lives: int = 0  # how often it was given: one begins when a sample of it is put that the present one has already
     members: list[int] = field(default_factory=list)  # of this life: for each row, the rollouts that have it, as bits
     trained: list[tuple[int, float, str]] = field(default_factory=list)  # lives: number, when it was put, and the step

@@ -44,7 +44,9 @@ class Browser:
         os.close(commands)
         os.close(answers)
         try:
+            deadline = time.monotonic() + _ANSWER_S
             while not (pages := self._pages()):  # it answers before it has opened its page
+                assert time.monotonic() < deadline, "Chromium opens no page"
                 time.sleep(0.05)
             attached = self.send("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)
             self._session = {"sessionId": attached["sessionId"]}

@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 from layouts import ToyWorker, join_and_run, leave, lose_payload
 
-# modules beside this file, which other processes cannot import: functions of theirs travel by value
+# modules beside this file, which processes of Ray cannot import: what cloudpickle sends of them travels by value
 _HELPERS = ("bits", "layouts", "tiny_megatron")
 
 
@@ -60,11 +60,11 @@ class Ranks:
     def _answer(self, worker, within_s):
         try:
             return cloudpickle.loads(worker.result(within_s))
-        except AssertionError as error:
-            if worker.alive:  # it hangs
-                self.close()
-                raise
-            return error
+        except Exception as error:
+            if isinstance(error, AssertionError) and not worker.alive:
+                return error
+            self.close()  # it hangs, or its answer cannot be read here; those of the others would be left over
+            raise
 
     def __call__(self, world, fn, *args, timeout_s=120.0):
         """Per rank what ``fn(rank, *args)`` returned; raises the first exception."""

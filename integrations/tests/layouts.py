@@ -1,4 +1,4 @@
-"""Workers without a model, in this process or on real ranks, and what calls raised. Tests send it there by value."""
+"""Workers without a model, and what calls raised: ranks get them by value, and import `join_and_run` and `leave`."""
 
 import os
 import time

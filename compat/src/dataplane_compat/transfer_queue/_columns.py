@@ -102,9 +102,9 @@ def to_batch(columns: TensorDictBase) -> TensorDict:
                 values, offsets[length], min_seqlen=length, max_seqlen=length
             )
         if name in _TOKENS_LAST and isinstance(column, torch.Tensor) and column.dim() == 3:
-            jagged: Any = column
-            values = jagged.values().t().contiguous()
-            column = torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged_dim=2)
+            rows_first: Any = column
+            values = rows_first.values().t().contiguous()
+            column = torch.nested.nested_tensor_from_jagged(values, rows_first.offsets(), jagged_dim=2)
         shown[name] = column
     return TensorDict(shown, batch_size=columns.batch_size)
 

@@ -18,6 +18,7 @@ from dataplane_compat.transfer_queue._pool import end_threads
 from dataplane_compat.transfer_queue.client import TransferQueueClient
 from dataplane_core import DataPlaneConfig, connect
 from dataplane_core.config import load_config
+from dataplane_core.connecting import Bootstrap
 from dataplane_core.errors import ConfigError, OperationTimeoutError
 
 #: Environment variable: the path of a config file.
@@ -67,7 +68,7 @@ def current() -> Session | None:
 def start(conf: Any) -> Session:
     """Opens the session: starts the store, or attaches if it runs. An open session is returned as it is."""
     with _lock:
-        return current() or _open(find_config(conf), "auto", _key(conf, "controller") or {})
+        return current() or _open(find_config(conf), bootstrap="auto", controller=_key(conf, "controller") or {})
 
 
 def attached(config: DataPlaneConfig | None = None) -> Session:
@@ -77,11 +78,11 @@ def attached(config: DataPlaneConfig | None = None) -> Session:
         if session is None:
             if config is None:
                 config = _session.config if _session is not None else find_config(None)  # a parent's, before a fork
-            session = _open(config, False, {})
+            session = _open(config, bootstrap=False, controller={})
         return session
 
 
-def _open(config: DataPlaneConfig, bootstrap: Any, controller: Any) -> Session:
+def _open(config: DataPlaneConfig, bootstrap: Bootstrap, controller: Mapping[str, Any]) -> Session:
     global _session
     with contextlib.ExitStack() as opened:  # closes the store if what follows raises
         store = opened.enter_context(connect(config, bootstrap))

@@ -247,7 +247,7 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
     try:
         client.load(checkpoint_dir)
     except MissingDataError as error:
-        what = "not found, or not complete, or of TransferQueue, with a metadata.json"
+        what = "not found, or not complete (one of TransferQueue's own, with a metadata.json, is not loaded)"
         raise FileNotFoundError(f"Checkpoint directory {what}: {error}") from error
 
 

@@ -160,6 +160,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         if dp_size <= 0:
             raise ValueError(f"dp_size must be positive, got {dp_size}")
         self.dp_size = dp_size
+        self._balanced_cache: dict[tuple[Any, ...], list[list[int]]] = {}
 
     def sample(
         self,
@@ -172,14 +173,17 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
     ) -> _Chosen:
         """The rows of the rank ``dp_rank``. A rank gets ``batch_size`` rows on average."""
         rank, batch_index = kwargs.get("dp_rank", 0), kwargs.get("batch_index", 0)
-        if batch_index not in self._chosen(partition_id, task_name).get(0, {}):
+        name = (partition_id, task_name, batch_index)
+        if name not in self._balanced_cache:
             rows, _ = super().sample(ready_indexes, batch_size * self.dp_size, task_name, partition_id)
             if not rows:
                 return [], []
-            for place, chosen in enumerate(self._deal(rows, kwargs.get("partition"))):
+            self._balanced_cache[name] = self._deal(rows, kwargs.get("partition"))
+            for place, chosen in enumerate(self._balanced_cache[name]):
                 self._keep(partition_id, task_name, place, batch_index, (chosen, list(chosen)))
-        kept: _Chosen = self._chosen(partition_id, task_name).get(rank, {}).get(batch_index, ([], []))
-        return kept
+        ranks = self._balanced_cache[name]
+        sampled = ranks[rank] if rank < len(ranks) else []
+        return list(sampled), list(sampled)
 
     def _deal(self, rows: list[int], partition: Any) -> list[list[int]]:
         """The rows of each rank, groups kept whole where they divide."""
@@ -194,6 +198,20 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         weights = [sum(lengths[place : place + size]) for place in range(0, len(rows), size)]
         parts = balanced_parts(weights, self.dp_size)
         return [[row for group in part for row in groups[group]] for part in parts]
+
+    def clear_cache(self, partition_id: str) -> None:
+        """Forgets what was chosen in a partition."""
+        super().clear_cache(partition_id)
+        self._balanced_cache = {name: ranks for name, ranks in self._balanced_cache.items() if name[0] != partition_id}
+
+    def save_checkpoint(self) -> dict[str, Any]:
+        """The sampler's state."""
+        return {**super().save_checkpoint(), "_balanced_cache": self._balanced_cache}
+
+    def load_checkpoint(self, state: dict[str, Any]) -> None:
+        """Restores what `save_checkpoint` returned."""
+        super().load_checkpoint(state)
+        self._balanced_cache = state["_balanced_cache"]
 
 
 def balanced_parts(weights: Sequence[int], num_parts: int) -> list[list[int]]:

@@ -434,7 +434,12 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     ) -> dict[str, Any]:
         """Trains on this rank's shard. The driver must call every rank.
 
-        The arguments are those of `DataPlanePolicy.train_from_meta`, for this rank.
+        Args:
+            meta: This data-parallel rank's rows, with the fields that ``loss_fn`` reads.
+            loss_fn: The loss.
+            eval_mode: Only compute the loss.
+            gbs: Global batch size in rows; None: all rows are one batch.
+            mbs: Rows per microbatch if there is no plan.
 
         Returns:
             What ``train`` returned, with ``is_replica_leader``.
@@ -553,7 +558,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _refuse_open_step(self, what: str) -> None:
         if self._split_step_open:
             raise InvalidRequestError(
-                f"{what} refused: a split step is open. Expected finish_train_step_presharded() or "
+                f"{what} refused: a step is open. Expected finish_train_step_presharded() or "
                 "abort_train_step_presharded() first."
             )
 

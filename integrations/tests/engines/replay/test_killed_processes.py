@@ -60,7 +60,7 @@ def finish(process):
 
 def drive(run, store, folder, kills, bad=()):
     """Drives a run to its end through kills; per start, the rows that it kept, and prompts trained on before."""
-    store.register_partition("replay", **REGISTRATION)
+    store.register_partition("replay", **REGISTRATION | {"fields": ["input_ids"]})
     finish(run("drive", store, folder, kills, bad))
     lines = (folder / "log").read_text().splitlines()
     trained = [int(line.split()[1]) for line in lines if line.startswith("trained")]
@@ -101,7 +101,7 @@ def test_a_driver_that_is_killed_gives_up_the_same_prompts_and_takes_as_many_spa
 
 @pytest.mark.timeout(600)
 def test_prompts_of_killed_rollout_processes_are_made_by_others_and_nothing_leaks(run, store, tmp_path):
-    store.register_partition("replay", **REGISTRATION)
+    store.register_partition("replay", **REGISTRATION | {"fields": ["input_ids"]})
     kills = [("claimed", 2), ("half", 1), ("written", 3)]
     first, second = (run("roll", store, folder(tmp_path, name), kills) for name in "ab")  # before there is a trainer
     rule = InOrderPolicy(max_staleness=1, groups_per_version=4)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from replaying import prompts_of
 
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_integrations.errors import ReplayTimeoutError
 from dataplane_integrations.replay import (
     BufferView,
     GroupView,
@@ -221,3 +223,14 @@ STEPS = IN_ORDER | {"name": "target_step"}
 def test_a_config_that_makes_no_rule_is_refused(config, error, said):
     with pytest.raises(error, match=said):
         StalenessPolicy.from_config(config)
+
+
+def test_in_order_waits_for_a_prompt_that_a_killed_collector_had_claimed(client, make_buffer, fill):
+    buffer = make_buffer()
+    prompt = client.claim_meta("replay-prompts", "rollout", [], 1, lease_s=60.0, tag_filter={"order": (">=", 0)})
+    fill(buffer, 2)
+    with pytest.raises(ReplayTimeoutError):
+        buffer.select(2, timeout_s=0)
+    client.nack(prompt)  # as the end of its lease
+    fill(buffer)
+    assert prompts_of(buffer.select(3)) == [0, 1, 2]

@@ -678,6 +678,7 @@ class ReplayBuffer(PromptSource):
             and not self._waiting
             and not any(requeue for _, requeue in self._gone.values())
             and all(group.committed is not None for group in self._groups.values()),
+            first_waiting=min((tags["order"] for tags in self._waiting.values()), default=None),
         )
 
     def _write_run(self) -> None:

@@ -64,6 +64,7 @@ class BufferView:
         groups: The groups in the buffer, in the order of their reservations.
         given_up: Target step -> its groups whose prompts were given up; of this version and later ones.
         drained: Whether no more groups will be committed: the prompts are used up, and none is being generated.
+        first_waiting: ``order`` of the first prompt that nobody has started, or started again. None: there is none.
     """
 
     weight_version: int
@@ -71,6 +72,7 @@ class BufferView:
     groups: Sequence[GroupView]
     given_up: Mapping[int, int] = field(default_factory=dict)
     drained: bool = False
+    first_waiting: int | None = None
 
     @property
     def finished(self) -> bool:
@@ -267,10 +269,13 @@ class InOrderPolicy(StalenessPolicy):
     """
 
     def select(self, view: BufferView, num_groups: int) -> Sequence[str] | None:
-        """The groups that were reserved first, once all of them are committed."""
+        """The groups that come first, once all of them are committed, and no prompt before them waits for a collector:
+        one that was killed may have had it."""
         stale = set(self.evict(view))
         first = [group for group in view.groups if not group.selected and group.group not in stale][:num_groups]
         if len(first) < num_groups or not all(group.ready for group in first):
+            return None
+        if view.first_waiting is not None and view.first_waiting < first[-1].order:
             return None
         return [group.group for group in first]
 

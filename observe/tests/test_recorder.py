@@ -322,8 +322,13 @@ def test_a_client_keeps_its_newest_segment_until_it_ends(folder):
     assert len(recording.dropped) >= 2
 
 
-def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl", reason="not run: Windows has no fcntl, which locks files")
+@pytest.fixture
+def fcntl():
+    """What locks files. Windows has none: there, files are not locked, and what the lock promises is not asked."""
+    return pytest.importorskip("fcntl", reason="not run: Windows has no fcntl, which locks files")
+
+
+def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch, fcntl):
     path = tmp_path / "lines.jsonl"
     path.touch()
     with path.open("rb") as asking:
@@ -347,8 +352,7 @@ def test_a_file_counts_as_held_only_by_its_writer(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_locked", [False, True], ids=["another has the lock", "locked"])
-def test_a_short_write_cuts_off_no_line_of_another(tmp_path, monkeypatch, is_locked):
-    fcntl = pytest.importorskip("fcntl", reason="not run: Windows has no fcntl, which locks files")
+def test_a_short_write_cuts_off_no_line_of_another(tmp_path, monkeypatch, fcntl, is_locked):
     path = tmp_path / "lines.jsonl"
     monkeypatch.setattr(_lines.time, "sleep", lambda seconds: None)
     with path.open("ab", buffering=0) as other:

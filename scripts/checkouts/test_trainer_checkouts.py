@@ -40,7 +40,7 @@ SUITES = {
 def test_their_own_tests_pass(project, backend, tmp_path):
     expected, top, files, _ = SUITES[project]
     plugin = [] if backend == ITSELF else ["-p", f"{project}_suite"]
-    # the rewards of TRL's tests are hashes; with some, all of a group are equal, and its advantages are not numbers
+    # hashes repeat: the rewards of TRL's tests are hashes, and if all of a group are equal, advantages are no numbers
     environment = {"DATAPLANE_CONFIG": config_file(tmp_path, backend, f"{project}-suite"), "PYTHONHASHSEED": "0"}
     arguments = [*plugin, f"--confcutdir={top}", *files]
     run_tests(project.upper(), tmp_path, *arguments, expected=expected, **environment)

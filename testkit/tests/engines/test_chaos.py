@@ -181,7 +181,7 @@ def test_a_store_is_held_to_its_promises_and_what_else_it_breaks_is_shown_apart(
 
 def test_a_call_that_hangs_is_given_up_and_shown(run, tmp_path):
     times = {"op_timeout_s": 0.3, "allowance_s": 0.3}
-    verdict = run("Hangs", faults=ALONE, steps=frozenset({"put", "list"}), **times)
+    verdict = run("Hangs", schedule_s=1.5, faults=ALONE, steps=frozenset({"put", "list"}), **times)
     (tmp_path / "1.5" / "store.go").touch()  # ends the calls that hang in this process
     assert verdict.passed, verdict
     assert "deadline" in rules(verdict.seen), verdict

@@ -204,7 +204,7 @@ def bounded(
 def listening_ports(pid: int | None = None) -> set[int]:
     """The TCP ports that a process listens on, by default this one."""
     connections = psutil.Process(pid).net_connections("tcp")
-    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
 def end_connections(peers: Collection[Endpoint]) -> int:
@@ -225,7 +225,7 @@ def end_connections(peers: Collection[Endpoint]) -> int:
 
 def _addresses(host: str) -> set[str]:
     try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+        return {str(place[4][0]) for place in socket.getaddrinfo(host, None)}
     except OSError:
         return {host}
 

@@ -543,7 +543,7 @@ def _store_replies() -> list[bytes]:
 
 def _read_store_reply(data: bytes) -> object:
     request: Any = _ASKED[data[0] % len(_ASKED)] if data else hosting.Memory()
-    attempt(lambda: hosting.decode_about(hosting.messages.decode(data[1:], hosting.messages.Welcome), About))
+    attempt(lambda: hosting.decode_about(hosting.messages.decode_as(data[1:], hosting.messages.Welcome), About))
     return _STORE.decode_reply(request, data[1:])
 
 

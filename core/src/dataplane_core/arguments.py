@@ -119,7 +119,8 @@ def _sendable(what: str, form: Any, made: Any) -> Any:
 
 
 def as_plain(value: Any) -> object:
-    """A value of a subclass as Python's own, for an encoder of msgspec, which `NotImplementedError` tells of others."""
+    """A value of a subclass as Python's own: an ``enc_hook`` of msgspec, whose word for "no such value" is
+    `NotImplementedError`."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, (int, float)):

@@ -18,7 +18,7 @@ from dataplane_core.hosting.messages import (
     StopWaiting,
     Together,
     Welcome,
-    decode,
+    decode_as,
     encode,
 )
 from dataplane_core.ledger import Located, commands
@@ -60,7 +60,7 @@ def test_the_bytes_of_messages_change_only_with_their_version():
 def test_what_was_written_is_read():
     data = {name: message[4:] for name, message in written().items()}
     assert HELLO.decode(data["hello"]) == Hello(VERSION, "k", b"t")
-    assert decode(data["welcome"], Welcome).session == 1
+    assert decode_as(data["welcome"], Welcome).session == 1
     for name, request in REQUESTS.items():
         assert MESSAGES.decode_request(data[name]) == request
     assert MESSAGES.decode_reply(commands.Locate("p", ["a"], ["x"]), data["reply"]) == LOCATED
@@ -102,7 +102,7 @@ def test_what_is_no_reply_is_an_error_of_the_backend(message):
         MESSAGES.decode_reply(REQUESTS["clients"], message)
     assert str(caught.value)
     with pytest.raises(BackendError):
-        decode(message, Welcome)
+        decode_as(message, Welcome)
 
 
 def test_an_attribute_that_an_error_lacks_has_its_usual_value():

@@ -310,19 +310,18 @@ class LedgerBackend(Backend, ABC):
     # --- how it is done -----------------------------------------------------------------------------------------------
 
     def _fetch_once(self, located: Located, num_samples: int, deadline: float) -> dict[str, WireColumn | SharedRows]:
-        names = _fields_that_repeat(located, by_content=self.cache_bytes > 0)
-        columns = {name: self._fetch_different(located, name, num_samples, deadline) for name in names}
+        names = _fields_apart(located, by_content=self.cache_bytes > 0)
+        columns = {name: self._fetch_field(located, name, num_samples, deadline) for name in names}
         rest = [name for name in located.specs if name not in columns]
         if rest:
             some = located if not columns else _only(located, rest)
             columns.update(self.fetch_fields(some, num_samples, deadline))
         return columns
 
-    def _fetch_different(
-        self, located: Located, field: str, num_samples: int, deadline: float
-    ) -> WireColumn | SharedRows:
+    def _fetch_field(self, located: Located, field: str, num_samples: int, deadline: float) -> WireColumn | SharedRows:
         """Fetches a column: rows that samples share once, and those kept by content only if this client lacks them."""
-        spec, slots, is_kept = located.specs[field], dict[int, int](), self.cache_bytes > 0
+        spec, is_kept = located.specs[field], self.cache_bytes > 0
+        slots: dict[int, int] = {}
         refs: list[Ref] = [(0, 0)] * num_samples
         for part in located.parts:
             if field in part.fields:
@@ -516,8 +515,9 @@ def _only(located: Located, fields: Sequence[str]) -> Located:
     return replace(located, parts=parts, specs={name: located.specs[name] for name in fields})
 
 
-def _fields_that_repeat(located: Located, *, by_content: bool) -> set[str]:
-    """The fields of which several samples have the same row of a write, or, if kept by content, of another read."""
+def _fields_apart(located: Located, *, by_content: bool) -> set[str]:
+    """The fields to fetch one by one: those of rows that samples share, and, with ``by_content``, those of rows that
+    this client may have kept."""
     positions: dict[int, list[int]] = {}
     for part in located.parts:
         positions.setdefault(part.write_id, []).extend(part.positions)

@@ -432,8 +432,8 @@ class DataPlaneClient(ClientFacts):
     def get_data(
         self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None, share_rows: bool = False
     ) -> TensorDict:
-        """Reads the rows that a meta names, as `get_samples` does: ``select_fields``, or else ``meta.fields``. One of
-        the two is needed.
+        """Reads the rows that a meta names, as `get_samples` does: ``select_fields``, or else ``meta.fields``. Raises
+        `InvalidRequestError` if both are None.
 
         Examples:
             >>> client.get_data(meta.slice(1, 3), ["reward"])["reward"]
@@ -506,6 +506,7 @@ class DataPlaneClient(ClientFacts):
 
         Raises:
             ClaimTimeoutError: Says how many were ready, and what keeps the others back.
+            UnknownPartitionError: It is not registered, or was cleared while the claim waited.
             InvalidRequestError: A batch size below 1 or no multiple of the group size.
 
         Examples:

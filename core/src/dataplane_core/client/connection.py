@@ -65,12 +65,6 @@ _MOST_REGISTERED: Final = 1024
 #: Seconds between two looks of a close whether operations run.
 _LOOK_S: Final = 0.002
 
-
-@pluggy.HookspecMarker("dataplane")(firstresult=True)
-def _spec(request: Any) -> Any:
-    """What pluggy knows of each operation."""
-
-
 #: The connections that are open in this process. In a fork, also those of the parent process.
 _open: Final[WeakSet[Connection]] = WeakSet()
 
@@ -149,6 +143,11 @@ class Waiters:
         """Wakes all, for the last time."""
         self.closed = True
         self.wake()
+
+
+@pluggy.HookspecMarker("dataplane")(firstresult=True)
+def _spec(request: Any) -> Any:
+    """What pluggy knows of each operation."""
 
 
 class Connection:

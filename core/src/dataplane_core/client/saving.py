@@ -135,7 +135,7 @@ def _blocks_of(client: _Client, partition_id: str, entries: list[dict[str, Any]]
     if seqs:  # rows of one rollout may have been written before it was cleared, and others after it was put again
         now = export(client._connection, "save", partition_id, list(seqs)).samples
         broken.update(group_of(name) for name, seq in seqs.items() if name not in now or now[name].seq != seq)
-    registration = msgspec.convert(info, Registration, from_attributes=True)
+    registration = msgspec.convert(info.registration(), Registration)
     entry = _Entry(partition_id, registration, num_blocks, num_saved, cleared, sorted(broken))
     entries.append(msgspec.to_builtins(entry))
 
@@ -271,8 +271,8 @@ def _load_partition(
     """
     partition_id = entry.partition_id
     cleared = {"cleared_ids": entry.cleared_ids, "broken_groups": entry.broken_groups}
-    about = {**msgspec.structs.asdict(entry.registration), "consumer_tasks": [], **cleared}
-    register(client._connection, checked("load", RegisterRequest, partition_id=partition_id, **about))
+    values = {**msgspec.structs.asdict(entry.registration), "consumer_tasks": [], **cleared}
+    register(client._connection, checked("load", RegisterRequest, partition_id=partition_id, **values))
     consumed: dict[str, list[str]] = {task: [] for task in entry.registration.consumer_tasks}
     num_loaded = 0
     for columns, head in _unpacked(client, partition_id, blocks):

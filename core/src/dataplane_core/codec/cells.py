@@ -24,12 +24,13 @@ import msgspec
 import numpy as np
 import torch
 
-from dataplane_core.codec.compact import bytes_of, is_narrow, widened
+from dataplane_core.codec.compact import is_narrow, widened
 from dataplane_core.codec.tensors import (
     DTYPE_CODES,
     DTYPE_OF_CODE,
     BytesLike,
     byte_view,
+    bytes_of,
     host_tensor,
     join_bytes,
     joined,
@@ -37,7 +38,7 @@ from dataplane_core.codec.tensors import (
     take_dense,
     take_ragged,
 )
-from dataplane_core.errors import FrameError, InvalidTypeError
+from dataplane_core.errors import FrameError, InvalidRequestError, InvalidTypeError
 from dataplane_core.spec import Ragged
 
 _Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -211,12 +212,14 @@ def unframe_rows(frames: Sequence[BytesLike], dtype: torch.dtype | None = None) 
     if dtype is not None and (table[:, CODE_AT] != table[0, CODE_AT]).any():
         return header.kind, _of_differing_width(views, table[:, CODE_AT], dtype)
     # all headers must equal row 0's except in the first dim, which must agree with the size of the frame
-    same, lengths = np.ones(header.size, dtype=bool), np.ones(len(views), dtype=np.int64)
+    same = np.ones(header.size, dtype=bool)
+    lengths = np.ones(len(views), dtype=np.int64)
     if header.shape:
         same[HEADER_SIZE : HEADER_SIZE + 8] = False
         lengths = table[:, HEADER_SIZE : HEADER_SIZE + 8].copy().view("<i8").astype(np.int64).reshape(-1)
     trailing = header.shape[1:]
-    extent, step = _extent(header.dtype, trailing), header.dtype.itemsize * math.prod(trailing)
+    extent = _extent(header.dtype, trailing)
+    step = header.dtype.itemsize * math.prod(trailing)
     if (
         (table[:, same] != table[0, same]).any()
         or (lengths < 0).any()
@@ -308,7 +311,10 @@ def join_rows(tables: Sequence[Sequence[Sequence[BytesLike]]]) -> tuple[memoryvi
     parts: list[BytesLike] = []
     sizes = []
     for columns in tables:
-        index = np.empty((len(columns[0]), 1 + len(columns)), dtype="<i8")
+        counts = {len(column) for column in columns}
+        if len(counts) != 1:
+            raise InvalidRequestError(f"join_rows: columns must have one number of rows, got {sorted(counts)}.")
+        index = np.empty((counts.pop(), 1 + len(columns)), dtype="<i8")
         fixed = _ROW_FIXED.pack(_ROW_MAGIC, _ROW_VERSION, len(columns))
         index[:, 0] = np.frombuffer(fixed, dtype="<i8")
         for position, column in enumerate(columns):

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from dataplane_core.codec.tensors import byte_array, empty_tensor
+from dataplane_core.codec.tensors import bytes_of, empty_tensor
 from dataplane_core.digests import fast_hash, lasting_hash
 from dataplane_core.host_memory import copy_arrays, default_copy_threads, in_threads
 from dataplane_core.spec import Ragged
@@ -161,14 +161,6 @@ def row_probes(rows: Ragged | torch.Tensor, kind: str) -> list[bytes]:
         fast_hash(b"%b %d %b" % (first, size, some.tobytes())).digest()
         for size, some in zip(sizes.tolist(), taken, strict=True)
     ]
-
-
-def bytes_of(rows: Ragged | torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The bytes of all rows, and where each begins, and the last one ends."""
-    if isinstance(rows, Ragged):
-        return byte_array(rows.values), rows.offsets.numpy() * rows.itemsize
-    data = byte_array(rows)
-    return data, np.arange(len(rows) + 1, dtype=np.int64) * (len(data) // max(len(rows), 1))
 
 
 def _kind_of(rows: Ragged | torch.Tensor, kind: str) -> bytes:

@@ -173,7 +173,8 @@ def ragged_of_rows(rows: Sequence[torch.Tensor], what: str) -> Ragged | torch.Te
     plain: Sequence[torch.Tensor] = rows
     if {(type(row), row.device.type, row.layout, row.is_nested) for row in rows} != _PLAIN:
         plain = [host_tensor(row, what) for row in rows]
-    first, forms = plain[0], [(row.dtype, row.dim(), row.shape[1:]) for row in plain]
+    first = plain[0]
+    forms = [(row.dtype, row.dim(), row.shape[1:]) for row in plain]
     if len(set(forms)) > 1:
         number = next(number for number, form in enumerate(forms) if form != forms[0])
         raise SchemaMismatchError(
@@ -306,6 +307,14 @@ def byte_array(tensor: torch.Tensor) -> ByteArray:
         return np.empty(0, dtype=np.uint8)
     array: ByteArray = tensor.reshape(-1).view(torch.uint8).numpy()
     return array
+
+
+def bytes_of(rows: Ragged | torch.Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The bytes of all rows, and where each begins, and the last one ends."""
+    if isinstance(rows, Ragged):
+        return byte_array(rows.values), rows.offsets.numpy() * rows.itemsize
+    data = byte_array(rows)
+    return data, np.arange(len(rows) + 1, dtype=np.int64) * (len(data) // max(len(rows), 1))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

@@ -30,7 +30,6 @@ from dataplane_core.codec.compact import (
     LARGE_CELL_BYTES,
     LEAST_PROBED_BYTES,
     Repeats,
-    bytes_of,
     is_narrow,
     narrowed,
     row_digests,
@@ -58,6 +57,7 @@ from dataplane_core.codec.tensors import (
     as_ragged,
     byte_array,
     byte_view,
+    bytes_of,
     check_ragged,
     dense_or_ragged,
     host_tensor,
@@ -106,7 +106,8 @@ def encode_columns(
     share_above: int | Mapping[str, int | None] | None = LARGE_CELL_BYTES,
 ) -> tuple[dict[str, WireColumn | SharedRows], dict[str, FieldSpec]]:
     """Converts columns, as `as_columns` makes them, to the form that a backend's hooks take; also returns the specs of
-    the cells before that. Refuses what the contract says of a put. The options are those of the config.
+    the cells before that. Refuses columns as the contract says of a put. The options are those of the config:
+    ``narrow`` and ``share_above`` for all fields, or by field, where a field that is not named has the default.
 
     A column of large cells is `SharedRows` if some of them are equal, or if the store keeps them by content. Tensors
     that need no conversion alias the caller's memory, and native object items are the caller's objects: a backend that

@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -254,11 +254,16 @@ class Extents:
         self.used_bytes = 0
         #: Where the highest extent so far ended: the memory that was ever used lies below.
         self.high_water = 0
-        self.all: set[Extent] = set()
+        self._all: set[Extent] = set()
         self._ends: dict[int, int] = {}  # end of a hole -> its offset
         self._holes: dict[int, int] = {}  # offset of a hole -> its size
         self._by_size = SortedList()  # (size, offset) of each hole
         self._add_hole(0, self.size_bytes)
+
+    @property
+    def all(self) -> Set[Extent]:
+        """In no order."""
+        return self._all
 
     @classmethod
     def of(cls, size_bytes: int, places: Iterable[tuple[int, int]]) -> tuple[Extents, list[Extent]]:
@@ -274,7 +279,7 @@ class Extents:
             made.used_bytes += size
             end = made.high_water = offset + size
         made._add_hole(end, made.size_bytes - end)
-        made.all.update(extents)
+        made._all.update(extents)
         return made, extents
 
     def allocate(self, size_bytes: int) -> Extent | None:
@@ -287,7 +292,7 @@ class Extents:
         self._remove_hole(offset)
         self._add_hole(offset + size_bytes, size - size_bytes)
         extent = Extent(offset, size_bytes)
-        self.all.add(extent)
+        self._all.add(extent)
         self.used_bytes += size_bytes
         self.high_water = max(self.high_water, offset + size_bytes)
         return extent
@@ -295,7 +300,7 @@ class Extents:
     def free(self, extent: Extent) -> None:
         """Frees an extent, which must not be pinned."""
         assert not extent.pins
-        self.all.remove(extent)
+        self._all.remove(extent)
         self.used_bytes -= extent.size_bytes
         self._add_hole(extent.offset, extent.size_bytes)
 
@@ -330,7 +335,7 @@ class Extents:
 
     def _cheapest_window(self, size_bytes: int) -> list[Extent] | None:
         """Neighbours, none of them pinned, with enough free bytes before, between and after them."""
-        extents = sorted(self.all, key=attrgetter("offset"))
+        extents = sorted(self._all, key=attrgetter("offset"))
         best: tuple[int, int, int] | None = None  # bytes to move, first, past the last
         first, free, moved = 0, 0, 0  # of the window that ends with this extent
         for index, extent in enumerate(extents):

@@ -216,11 +216,11 @@ _OF_THE_WING: Final[tuple[type[Request[Any]], ...]] = (StopWaiting, Release, Tog
 
 
 def decode_about(welcome: Welcome, form: type[_T]) -> _T:
-    """Reads what a host says about itself. Raises as `decode`."""
-    return decode(welcome.about, form)
+    """Reads what a host says about itself. Raises as `decode_as`."""
+    return decode_as(welcome.about, form)
 
 
-def decode(data: bytes | msgspec.Raw, form: type[_T]) -> _T:
+def decode_as(data: bytes | msgspec.Raw, form: type[_T]) -> _T:
     """Reads what a host sent. Raises `BackendError` if it is something else."""
     try:
         return msgspec.msgpack.decode(data, type=form)

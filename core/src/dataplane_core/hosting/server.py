@@ -244,7 +244,8 @@ def new_token() -> bytes:
 
 
 def new_tls(ip: str) -> tuple[ssl.SSLContext, str]:
-    """What a server at this address needs for TLS, and the certificate that its clients must know."""
+    """What a server at this address needs for TLS, and the certificate that its clients must know. Raises
+    `BackendUnavailableError` without the package cryptography."""
     certificate, key = _new_certificate(ip)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.NamedTemporaryFile("w") as file:

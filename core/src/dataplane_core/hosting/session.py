@@ -48,7 +48,7 @@ from dataplane_core.hosting.messages import (
     Welcome,
     advance,
     check_user,
-    decode,
+    decode_as,
     encode,
     next_arrays,
     set_tcp_options,
@@ -215,7 +215,7 @@ class Session:
         self._end.atexit = False  # threads may still write to shared memory; the kernel closes the sockets after them
         try:
             line = _Line(self._first, deadline, watch)
-            self.welcome = decode(line.message(with_descriptors=True), Welcome)
+            self.welcome = decode_as(line.message(with_descriptors=True), Welcome)
             self.descriptors = line.descriptors
             if not hmac.compare_digest(self.welcome.token, address.token[HALF_BYTES:]):
                 raise ConnectionAbortedError("the other side does not know the token")

@@ -217,7 +217,8 @@ class Located(Frozen, frozen=True):
 
 
 class Locate(Frozen, Command[Located], frozen=True):
-    """Finds the payload of a read. Raises `MissingDataError` if a sample or a cell of it is not there."""
+    """Finds the payload of a read. Raises `MissingDataError` if a sample or a cell of it is not there, and
+    `UnknownPartitionError`."""
 
     op = "locate"
     reads = True

@@ -59,7 +59,7 @@ class RoomQueue:
     freed_at: float = float("-inf")
 
     def wait(self, ticket: str, size_bytes: int, now: float, wait_s: float) -> None:
-        """For at most ``wait_s`` seconds more. 0: it gave up."""
+        """A put waits, or still waits, for at most ``wait_s`` seconds more. 0: it gave up."""
         self._drop_expired(now)
         if wait_s <= 0:
             self.waiting.pop(ticket, None)

@@ -364,7 +364,8 @@ class SampleState(Frozen, frozen=True):
 
 
 class PartitionState(Frozen, frozen=True):
-    """What a partition knows besides its registration and its rows; or what it knows of samples that are asked for."""
+    """What a partition knows besides its registration and its rows; or ``samples`` alone, if samples were asked
+    for."""
 
     consumed: Mapping[str, Sequence[str]] = field(default_factory=dict)  # task -> samples, in order of first write
     cleared_ids: Sequence[str] = ()  # samples that count for ``num_samples``, if there is one

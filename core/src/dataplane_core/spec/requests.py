@@ -406,7 +406,7 @@ class FieldsRequest(PartitionRequest, Command[FieldList]):
 
 
 class ExportRequest(PartitionRequest, Command[PartitionState]):
-    """Read what a partition knows besides its rows, to save it; or what it knows of these samples."""
+    """Read what a partition knows besides its rows, to save it; or, with ``sample_ids``, what it knows of these."""
 
     op = "export"
     reads = True

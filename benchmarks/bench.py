@@ -18,7 +18,6 @@ import torch
 from tensordict import TensorDict
 
 from dataplane_core import DataPlaneClient, RowStoreBackend
-from dataplane_core.batch import BatchedDataDict
 from dataplane_testkit import backend_of
 
 # --- cases ------------------------------------------------------------------------------------------------------------
@@ -141,7 +140,6 @@ def ledger_pid(client: DataPlaneClient) -> int:
 
 BATCHES = ("A", "B", "images", "experts")
 _MAX_TOKENS = {"A": 2048, "B": 8192}
-_FLOAT_FIELDS = ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "advantages", "token_mask")
 
 
 def batch(name: str) -> TensorDict:
@@ -172,20 +170,6 @@ def batch(name: str) -> TensorDict:
     columns["reward"] = torch.randn(512, generator=generator)
     columns["input_lengths"] = lengths
     return TensorDict(columns, batch_size=[512])
-
-
-def training_batch(num_rows: int) -> BatchedDataDict:
-    """A padded training batch: rows of 256 to 2,048 tokens, six token-aligned fields."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(256, 2049, (num_rows,), generator=generator)
-    inside = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-    columns: dict[str, Any] = {
-        name: torch.randn(inside.shape, generator=generator).where(inside, 0.0) for name in _FLOAT_FIELDS
-    }
-    columns["input_ids"] = torch.randint(0, 32000, inside.shape, generator=generator) * inside
-    columns["input_lengths"] = lengths
-    columns["sample_mask"] = torch.ones(num_rows)
-    return BatchedDataDict(columns)
 
 
 def random_rows(num_rows: int, num_bytes: int) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""The trainer's side: reading ahead, shards, and weights."""
+"""The trainer's side: shards, and weights."""
 
 from __future__ import annotations
 
 import statistics
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,97 +14,9 @@ from torch import Tensor, nn
 
 from benchmarks import bench
 from benchmarks.bench import Table, case
-from dataplane_core import DataPlaneClient, KVBatchMeta, connect, kv_first_write, shard_meta_for_dp, stream
-from dataplane_core.batch import BatchedDataDict, pad_columns
+from dataplane_core import KVBatchMeta, connect, shard_meta_for_dp
 from dataplane_core.sharding import PACKERS
-from dataplane_integrations.trainer.worker import DataPlaneWorkerMixin
 from dataplane_integrations.weights import WeightReader, open_weights, publish_weights
-
-# --- reading ahead ----------------------------------------------------------------------------------------------------
-
-ROWS = 128
-
-
-class Worker(DataPlaneWorkerMixin):
-    """Waits for some seconds on each portion, as for a GPU."""
-
-    def __init__(self, client: DataPlaneClient, seconds: float) -> None:
-        self.seconds = seconds
-        self.setup_data_plane(client)
-
-    def _local_coords(self) -> dict[str, int]:
-        return {}
-
-    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-        """Nothing to begin."""
-
-    def train_microbatch(self, data: BatchedDataDict) -> None:
-        """Waits."""
-        time.sleep(self.seconds)
-
-    def finish_train_step(self) -> dict[str, Any]:
-        """Nothing to finish."""
-        return {}
-
-    def abort_train_step(self) -> None:
-        """Nothing to drop."""
-
-
-def written(client: DataPlaneClient, partition: str, batches: int) -> list[KVBatchMeta]:
-    """A partition with so many batches of 128 rows."""
-    client.register_partition(partition, [], ROWS * batches, ["train"])
-    columns = bench.training_batch(ROWS)
-    ids = [[f"p{number}x{row}_g0" for row in range(ROWS)] for number in range(batches)]
-    return [kv_first_write(columns, sample_ids=rows, dp_client=client, partition_id=partition) for rows in ids]
-
-
-def walk(worker: Worker, metas: list[KVBatchMeta], depth: int) -> None:
-    """A split step over all portions."""
-    worker.begin_train_step_presharded(None)
-    worker.train_microbatches_presharded(metas, read_ahead=depth)
-    worker.finish_train_step_presharded()
-
-
-def consume(worker: Worker, client: DataPlaneClient, partition: str, fields: list[str], depth: int) -> None:
-    """A stream over all batches, which are padded when they are used."""
-    for rows in stream(client, partition, "train", fields, ROWS, prefetch=depth, clear=True):
-        worker.train_microbatch(pad_columns(BatchedDataDict(rows.columns.items()), rows.meta))
-
-
-@case
-def read_ahead(
-    backends: tuple[str, ...] = ("shm_store", "redis_store"), num_batches: int = 12, rounds: int = 7, depth: int = 1
-) -> Iterator[Table]:
-    """How much of a fetch reading ahead hides: portions of a split step, and the batches of a stream.
-
-    A process reads batches of 128 rows (256 to 2048 tokens, six token-aligned fields) and computes on each as long as
-    its fetch takes, which is measured first: read, decode and padding. The compute is a wait, as for a GPU. A worker
-    also pads ahead; a stream pads at the batch's turn.
-    """
-    rows = []
-    for backend in backends:
-        with connect(bench.config_of(backend)) as client:
-            metas, idle = written(client, "portions", num_batches), Worker(client, 0.0)
-            fetch_ms, read_ms = (
-                statistics.median(bench.timed_ms(partial(idle._fetch, meta, layout=layout)) for meta in metas * 3)
-                for layout in ("padded", "jagged")
-            )
-            worker = Worker(client, fetch_ms / 1e3)
-            for what in ("portions of a split step", "batches of a stream"):
-                times: dict[int, list[float]] = {0: [], depth: []}
-                for number, ahead in [(number, ahead) for number in range(rounds + 1) for ahead in times]:
-                    step = partial(walk, worker, metas, ahead)
-                    if what == "batches of a stream":
-                        partition = f"stream {number} {ahead}"
-                        written(client, partition, num_batches)
-                        step = partial(consume, worker, client, partition, list(metas[0].fields or []), ahead)
-                    times[ahead].append(bench.timed_ms(step) / num_batches)
-                plain, ahead_ms = (statistics.median(kept[1:]) for kept in times.values())  # the first warms up
-                hidden = f"{(plain - ahead_ms) / fetch_ms:.0%}"
-                rows.append([f"`{backend}`: {what}", fetch_ms, read_ms, plain, ahead_ms, hidden])
-    heads = ["fetch", "of which read", "not ahead", f"{depth} ahead", "share of the fetch that is hidden"]
-    yield Table("read-ahead", ["ms per batch", *heads], rows)
-
 
 # --- shards -----------------------------------------------------------------------------------------------------------
 
@@ -156,68 +67,6 @@ def sharding(
             rows.setdefault(name, []).extend((ms, ms / best["sort and one pass"], peak_mb(steps[name])))
     heads = [head for size in sizes for head in (f"n = {size:,}: ms", "times the sort", "peak MB")]
     yield Table("sharding", ["", *heads], [[name, *cells] for name, cells in rows.items()])
-
-
-#: Lognormal lengths in tokens: how they are called, their median, their deviation, and where they are cut.
-LENGTHS = (
-    ("lognormal to 8k", 1800, 0.8, 8192),
-    ("heavy tail to 32k", 4096, 1.2, 32_768),
-    ("heavy tail to 64k", 8192, 1.2, 65_536),
-)
-
-
-def packed(
-    number: int, num_rows: int, spread: tuple[float, float, int], ranks: int, limit: int, balance: Any
-) -> tuple[list[list[list[int]]], float]:
-    """The lengths of each bin of each rank, for rows drawn with this number, and the ms of CPU for the plan."""
-    median, sigma, longest = spread
-    drawn = np.exp(np.random.RandomState(number).normal(np.log(median), sigma, num_rows))
-    lengths = np.clip(drawn, 4, longest).astype(int).tolist()
-    meta = KVBatchMeta("train", "train", [f"q{row}" for row in range(num_rows)], sequence_lengths=lengths)
-    packing = {"input_key": "input_ids", "input_lengths_key": "input_lengths", "sequence_length_pad_multiple": 1}
-    packing |= {"algorithm": "modified_first_fit_decreasing", "max_tokens_per_microbatch": limit * longest}
-    plan = partial(shard_meta_for_dp, meta, dp_world=ranks, sequence_packing_args=packing, balance=balance)
-    times = []
-    for _ in range(9):
-        (shards, _), ms = bench.cpu_ms(plan)
-        times.append(ms)
-    bins = [
-        [shard.sequence_lengths[start:end] for start, end in shard.extra_info["micro_batch_indices"][0]]
-        for shard in shards
-    ]
-    return bins, min(times)
-
-
-def over_the_mean(costs: Any) -> list[float]:
-    """What a step takes over the mean of the ranks, from the costs ``(rank, microbatch)``: if ranks wait for each other
-    at each microbatch, and if they wait at its end."""
-    costs = np.array(costs)
-    return [costs.max(0).sum() / costs.mean(0).sum(), costs.sum(1).max() / costs.sum(1).mean()]
-
-
-@case
-def balance(rounds: int = 11, hidden_size: int = 4096) -> Iterator[Table]:
-    """Packed plans for 16 ranks, as they are and balanced by FLOPs, for 512 rows with lengths of a lognormal.
-
-    What a step takes over the mean of the ranks, if they wait for each other at each microbatch (the sum over
-    microbatches of the slowest rank), and if they wait at its end. ``limit`` is the capacity of a microbatch, in
-    longest rows. Medians over the rounds, each with lengths of its own, and the worst; ms of CPU, the best of 9.
-    """
-    rows = []
-    for name, *spread in LENGTHS:
-        for limit in (2, 1):
-            figures = []
-            for number in range(rounds):
-                figures.append([])
-                for by in (None, {"cost": "flops", "hidden_size": hidden_size}):
-                    bins, ms = packed(number, 512, tuple(spread), 16, limit, by)
-                    flops = [[sum(n * (6 * hidden_size + n) for n in lengths) for lengths in rank] for rank in bins]
-                    figures[-1] += [*over_the_mean(flops), ms]
-            middle, worst = np.median(figures, 0).tolist(), np.max(figures, 0).tolist()
-            cells = [(f"{middle[at]:.3f}", f"{worst[at]:.3f}") for at in (0, 3, 1, 4)]
-            rows.append([name, limit, *map(" / ".join, cells), middle[2], middle[5]])
-    heads = [f"{what}: {way}" for what in ("in lockstep", "whole step") for way in ("as it is", "balanced")]
-    yield Table("balance", ["lengths", "limit", *heads, "ms: as it is", "balanced"], rows)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

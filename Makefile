@@ -141,7 +141,7 @@ format: setup  ## Bring the sources into form
 INPUTS ?= 100000
 
 fuzz: setup  ## Feed forged bytes to every decoder (INPUTS= for each)
-	$(BIN)/python tests/fuzz/run.py --inputs $(INPUTS)
+	FUZZ_INPUTS=$(INPUTS) $(PYTEST) load --timeout 0 tests/fuzz
 
 # The tier of tests that `make mutants` runs: quick, or engines for all. Any other option of the program by MUTANTS=.
 TIER ?= quick

@@ -1,7 +1,5 @@
 """The kit finds out broken backends: here a few, all of them in `engines`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dataplane_testkit.suites.machine import Failure, shrunk

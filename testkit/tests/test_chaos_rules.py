@@ -5,8 +5,6 @@ A history is a text of calls: ``2-3 get a -> 1`` began at 2 s, ended at 3 s and 
 open whether the call changed anything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """`dataplane conformance NAME`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

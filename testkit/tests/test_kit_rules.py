@@ -1,7 +1,5 @@
 """What the kit does with an author's class: deviations, quiet overrides, options, capabilities, the report."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

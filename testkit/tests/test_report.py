@@ -1,7 +1,5 @@
 """The report: verdicts, and what Markdown would take for its own. `test_kit_rules` shows the rest."""
 
-from __future__ import annotations
-
 import pytest
 
 from dataplane_testkit.report import Report

@@ -1,7 +1,5 @@
 """A client on the in-process backend with an open partition."""
 
-from __future__ import annotations
-
 import pytest
 
 from dataplane_core.connecting import connect

@@ -1,16 +1,17 @@
 """`all_gather` over real gloo groups, one process per rank."""
 
-import datetime
-import queue
 import traceback
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from dataplane_core.batch import BatchedDataDict
+from dataplane_testkit._workers import Worker
 
 WORLD = 3
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
@@ -104,55 +105,41 @@ def a_rank_that_cannot_send(rank):
         expect_refusal({"x": unsent if odd else torch.zeros(1)}, "rank 2: columns 'x' are sparse")
 
 
-CHECKS = (unequal_sizes, every_dtype, empty_ranks, part_of_the_ranks, own_memory_and_another_order, disagreements)
-CHECKS += (a_rank_that_cannot_send,)
-
-
-def run(rank, store, replies):
-    """One rank: runs every check, and says how each went."""
+@contextmanager
+def member(rank, store):
+    """This process as a rank of the group. It gives up soon on one that failed."""
     torch.set_num_threads(1)
-    # a rank that waits for one that failed gives up soon
-    limit = datetime.timedelta(seconds=30)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=limit)
-    for check in CHECKS:
-        try:
-            dist.barrier()
-            check(rank)
-            replies.put((check.__name__, rank, "passed"))
-        except BaseException:
-            replies.put((check.__name__, rank, traceback.format_exc()))
-    replies.close()
-    replies.join_thread()  # all is told before the group ends, however that goes
+    rendezvous = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30), **rendezvous)
+    yield rank
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """Name of a check -> rank -> how it went there; all checks run in one group of processes."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "dataplane_core.batch"])  # once for all
-    replies = context.Queue()
-    store = tmp_path_factory.mktemp("gloo") / "store"
-    processes = [context.Process(target=run, args=(rank, store, replies)) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    said = {check.__name__: {} for check in CHECKS}
+def run(rank, check):
+    """How a check went. A failure is told with its place, since no traceback leaves its process."""
     try:
-        for _ in range(WORLD * len(CHECKS)):
-            name, rank, outcome = replies.get(timeout=150)
-            said[name][rank] = outcome
-    except queue.Empty:
-        pass
-    for process in processes:
-        process.join(30)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    replies.close()
-    replies.join_thread()
-    return said
+        check(rank)
+    except BaseException:
+        return traceback.format_exc()
+    return "passed"
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_over_gloo(outcomes, check):
-    assert outcomes[check] == dict.fromkeys(range(WORLD), "passed")
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    workers = [Worker(partial(member, rank, store)) for rank in range(WORLD)]
+    for worker in workers:
+        worker.wait_ready()
+    yield workers
+    for worker in workers:
+        worker.close()
+
+
+CHECKS = (unequal_sizes, every_dtype, empty_ranks, part_of_the_ranks, own_memory_and_another_order, disagreements)
+
+
+@pytest.mark.parametrize("check", [*CHECKS, a_rank_that_cannot_send])
+def test_over_gloo(ranks, check):
+    for worker in ranks:
+        worker.start(run, check)
+    assert [worker.result(150) for worker in ranks] == ["passed"] * WORLD

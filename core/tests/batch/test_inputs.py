@@ -1,7 +1,5 @@
 """What people have goes into every call that writes as it is, and what is refused says what to write instead."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import reduce
 

@@ -1,7 +1,5 @@
 """One rule says which columns run along the tokens: reads pad these, writes cut them. Turns of logs are views."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Writes of batches: padding is cut where it is surely padding, on the side that the mask says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from torch import tensor
 from dataplane_core.batch import BatchedDataDict, kv_first_write, read_columns, tokens, write_columns
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MICRO_BATCH_INDICES, PAD_TO_MULTIPLE
+from dataplane_testkit._columns import check_column
 
 IDS = [f"prompt_g{number}" for number in range(4)]
 LENGTHS = [3, 6, 1, 4]
@@ -69,7 +68,7 @@ WHOLE = {
 }
 
 
-def test_token_columns_are_cut_and_all_others_stay_whole_in_one_put(client, monkeypatch, assert_rows):
+def test_token_columns_are_cut_and_all_others_stay_whole_in_one_put(client, monkeypatch):
     calls = []
     put = client.put_samples
     monkeypatch.setattr(client, "put_samples", lambda *args, **kwargs: calls.append(kwargs) or put(*args, **kwargs))
@@ -78,9 +77,9 @@ def test_token_columns_are_cut_and_all_others_stay_whole_in_one_put(client, monk
     meta = write(client, batch, extra_info={"step": 7}, pad_to_multiple=4, tags=[{"version": 1}] * 4)
     assert len(calls) == 1
     for name, column in CUT.items():
-        assert_rows(stored(client, name), [row[:length] for row, length in zip(column, LENGTHS, strict=True)])
+        check_column(stored(client, name), [row[:length] for row, length in zip(column, LENGTHS, strict=True)])
     for name, column in WHOLE.items():
-        assert_rows(stored(client, name), list(column))
+        check_column(stored(client, name), list(column))
     assert set(read_columns(client, meta)) == set(batch)
     assert (meta.partition_id, meta.task_name, meta.sample_ids, meta.fields) == ("train", "train", IDS, list(batch))
     assert meta.sequence_lengths == LENGTHS

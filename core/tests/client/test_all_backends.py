@@ -1,7 +1,5 @@
 """What core does once for all backends: it checks arguments and replies, sets deadlines, and makes one hook call."""
 
-from __future__ import annotations
-
 import datetime
 import math
 import pickle

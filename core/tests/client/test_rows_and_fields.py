@@ -1,7 +1,5 @@
 """Rows without ids, fields that nobody declared, rows that lack a field, groups, registrations, limits of arguments."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import re

@@ -1,7 +1,5 @@
 """Lets tests call `AsyncDataPlaneClient` as if it were the synchronous client."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

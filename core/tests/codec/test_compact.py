@@ -19,6 +19,7 @@ from dataplane_core.codec.compact import LEAST_BYTES
 from dataplane_core.codec.rows import cell_nbytes
 from dataplane_core.errors import BackendError, FrameError
 from dataplane_core.spec import FieldSpec, SharedRows, WireFormat
+from dataplane_testkit._columns import bits
 
 FRAMES = WireFormat(bytes=True, shared_rows=True)
 JAGGED = WireFormat(shared_rows=True, narrow=True)
@@ -198,7 +199,7 @@ def test_rows_without_a_byte_are_never_large(rows):
 
 
 @EACH_SHARED_WIRE
-def test_zeros_are_told_apart_by_their_bits_and_so_are_lazy_views_of_one_memory(wire, bits):
+def test_zeros_are_told_apart_by_their_bits_and_so_are_lazy_views_of_one_memory(wire):
     row, zeros = torch.randn(100_000, dtype=torch.complex64), torch.zeros(100_000)
     for rows in ([row, row.conj(), row], [row.imag, row.conj().imag, row.imag], [zeros, -zeros, zeros]):
         stacked = torch.stack([row.resolve_conj().resolve_neg() for row in rows])

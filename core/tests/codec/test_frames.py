@@ -1,7 +1,5 @@
 """Cells as frames, and frames as rows: the formats byte for byte, and every kind of damage refused with its place."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 from itertools import pairwise

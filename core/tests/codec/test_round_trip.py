@@ -1,7 +1,5 @@
 """Every dtype, shape and container comes back bit for bit; a list becomes the type that its field is known to hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from framing import frame_cell, frame_column, unframe_cell, unframe_column
@@ -10,6 +8,7 @@ from dataplane_core.codec import ALL_DTYPES, decode_item, encode_item
 from dataplane_core.codec.cells import copy_item
 from dataplane_core.codec.inputs import list_as
 from dataplane_core.spec import FieldSpec
+from dataplane_testkit._columns import bits, check_column, random_cells
 
 SHAPES = {
     "scalars": [()] * 4,
@@ -34,15 +33,15 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @EACH_DTYPE
-def test_every_shape_comes_back_in_frames_and_in_items(dtype, random_cell, assert_rows, bits):
+def test_every_shape_comes_back_in_frames_and_in_items(dtype):
     for shapes in SHAPES.values():
-        rows = [random_cell(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+        rows = [random_cells(dtype, shape, seed) for seed, shape in enumerate(shapes)]
         frames = frame_column(rows)
         assert [bytes(each) for each in frames] == [frame_cell(row) for row in rows]
         for believed in (FieldSpec.of_cells(dtype, shapes[0]), None):
-            assert_rows(unframe_column(frames, believed), rows)
+            check_column(unframe_column(frames, believed), rows)
         for kind in (bytes, bytearray, memoryview):
-            assert_rows(unframe_cell(kind(frames[0]))[None], rows[:1])
+            check_column(unframe_cell(kind(frames[0]))[None], rows[:1])
         for item in (decode_item(encode_item({"t": rows})), copy_item({"t": rows})):
             for found, row in zip(item["t"], rows, strict=True):
                 assert (type(found), found.dtype, found.shape) == (torch.Tensor, dtype, row.shape)

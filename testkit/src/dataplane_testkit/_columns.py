@@ -57,7 +57,7 @@ def random_cells(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> tor
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The content as bytes, in row-major order."""
-    plain = tensor.detach().contiguous()
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format)  # a dim of size 1 may have odd strides
     if plain.numel() == 0:
         return b""
     return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -4,8 +4,6 @@ A store behind a shim is held to what it promises, and what else it breaks is sh
 docs/writing-a-backend.md, a table in a file of SQLite, and some that are wrong in one way each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The kit finds out every broken backend in `testkit/tests/toys`, and lets right ones of rare sorts pass."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

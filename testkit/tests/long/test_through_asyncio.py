@@ -1,7 +1,5 @@
 """The contract through `AsyncDataPlaneClient`."""
 
-from __future__ import annotations
-
 import pytest
 from through_asyncio import ThroughAsyncio
 

@@ -1,8 +1,6 @@
 """Backends that are wrong in one way each; see `table`."""
 # ruff: noqa: F401 - the rows use what is imported
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -201,5 +201,5 @@ def test_rules():
 
 @pytest.mark.parametrize("name", ["num_groups", "group_size", "max_generations"])
 def test_numbers_below_one_are_refused(client, name):
-    with pytest.raises(InvalidRequestError, match=f"{name} is 0"):
+    with pytest.raises(InvalidRequestError, match=f"{name} must be at least 1"):
         DynamicSampling(client, **{"num_groups": 1, "group_size": 1, name: 0})

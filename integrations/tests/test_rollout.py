@@ -20,7 +20,7 @@ def rollout(client):
 
 @pytest.mark.parametrize(
     ("uids", "group_size", "message"),
-    [(["a", "b", "a"], 2, "uids repeat: 'a'"), (["a", ""], 2, "a uid is empty"), (["a"], 0, "group_size is 0")],
+    [(["a", "b", "a"], 2, "uids repeat: 'a'"), (["a", ""], 2, "a uid is empty"), (["a"], 0, "group_size must be at")],
 )
 def test_ids_that_would_collide_are_refused(uids, group_size, message):
     with pytest.raises(InvalidRequestError, match=message):

@@ -111,11 +111,11 @@ def with_more(name, value):
 
 #: Of `publish_weights`: the version, the weights, further arguments, the error, and what its text names.
 REFUSED = [
-    (-1, weights_of(0), {}, InvalidRequestError, "refused"),
-    (7, weights_of(7), {"keep": 1}, InvalidRequestError, "refused"),
-    (7, {}, {}, InvalidRequestError, "refused"),
+    (-1, weights_of(0), {}, InvalidRequestError, "version must be at least 0"),
+    (7, weights_of(7), {"keep": 1}, InvalidRequestError, "keep at least 2"),
+    (7, {}, {}, InvalidRequestError, "0 weights"),
     (5, weights_of(9), {}, InvalidRequestError, "version 6 is published"),
-    (7, weights_of(7), {"anchor_every": 0}, InvalidRequestError, "anchor_every=0"),
+    (7, weights_of(7), {"anchor_every": 0}, InvalidRequestError, "anchor_every must be at least 1"),
     (7, weights_of(7), {"anchor_every": "3"}, InvalidTypeError, "anchor_every must be an int, got str"),
     (7, weights_of(7), {"keep": 2.5}, InvalidTypeError, "keep must be an int, got float"),
     (None, weights_of(7), {}, InvalidTypeError, "version must be an int, got NoneType"),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dataplane_core import DataPlaneClient
-from dataplane_core.arguments import check_dict, checked_as
+from dataplane_core.arguments import Count, Index, check_dict, checked_as
 from dataplane_core.errors import (
     ClaimTimeoutError,
     CorruptDataError,
@@ -114,15 +114,13 @@ def publish_weights(
         torch.Size([2, 3])
         >>> publish_weights(client, 1, {"layer.weight": torch.zeros(2, 3)}, delta=True)
     """
-    version, keep, anchor_every = (
-        checked_as(f"publish_weights: {name}", int, number)
-        for name, number in (("version", version), ("keep", keep), ("anchor_every", anchor_every))
-    )
+    version = checked_as("publish_weights: version", Index, version)
+    keep = checked_as("publish_weights: keep", Count, keep)
+    anchor_every = checked_as("publish_weights: anchor_every", Count, anchor_every)
     check_dict("publish_weights: weights", weights)
-    if version < 0 or keep < 2 or anchor_every < 1 or not weights:
+    if keep < 2 or not weights:
         raise InvalidRequestError(
-            f"publish_weights(version={version}, keep={keep}, anchor_every={anchor_every}, {len(weights)} tensors) "
-            "refused. Expected a version of at least 0, to keep at least 2, an anchor every 1 or more, and weights."
+            f"publish_weights(keep={keep}, {len(weights)} weights) refused. Expected to keep at least 2, and weights."
         )
     if taken := sorted(name for name in weights if _is_own(name)):
         raise InvalidRequestError(

@@ -98,7 +98,7 @@ def test_a_coroutine_that_fails_is_a_failure_of_the_rollout(make_buffer):
 
     with pytest.raises(CollectorFailedError):
         asyncio.run(train())
-    with pytest.raises(InvalidRequestError, match="abort_poll_s is 0"):
+    with pytest.raises(InvalidRequestError, match="abort_poll_s must be above 0"):
         AsyncCollector(buffer, rollout, abort_poll_s=0)
 
 

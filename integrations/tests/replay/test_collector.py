@@ -97,7 +97,7 @@ def test_a_last_smaller_call_fills_the_room(make_buffer, client):
 
 def test_numbers_that_make_no_sense_and_a_second_start_are_refused(make_buffer, client):
     buffer = make_buffer()
-    with pytest.raises(InvalidRequestError, match="num_threads is 0"):
+    with pytest.raises(InvalidRequestError, match="num_threads must be at least 1"):
         Collector(buffer, answers, num_threads=0)
     with Collector(buffer, answers, client=client) as collector, pytest.raises(InvalidRequestError, match="already"):
         collector.start()

@@ -12,11 +12,7 @@ from replaying import WAIT_S, answers, prompts_of
 
 from dataplane_core.errors import InvalidRequestError
 from dataplane_integrations.errors import ReplayTimeoutError, StepTooSmallError
-from dataplane_integrations.replay import (
-    Collector,
-    InOrderPolicy,
-    TargetStepPolicy,
-)
+from dataplane_integrations.replay import Collector, InOrderPolicy, TargetStepPolicy
 
 
 def steps_of(groups=2, **options):
@@ -100,11 +96,15 @@ def test_spare_prompts_are_drawn_only_in_place_of_those_that_were_given_up(make_
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"spare_prompts": -1, "num_prompts": 4}, {"spare_prompts": 2}, {"max_attempts": 0}],
+    ("options", "said"),
+    [
+        ({"spare_prompts": -1, "num_prompts": 4}, "spare_prompts must be at least 0"),
+        ({"spare_prompts": 2}, "Expected num_prompts too"),
+        ({"max_attempts": 0}, "max_attempts must be at least 1"),
+    ],
 )
-def test_numbers_that_make_no_sense_are_refused(make_buffer, options):
-    with pytest.raises(InvalidRequestError, match=r"Expected (1 or more|at least 0)"):
+def test_numbers_that_make_no_sense_are_refused(make_buffer, options, said):
+    with pytest.raises(InvalidRequestError, match=said):
         make_buffer(**options)
 
 

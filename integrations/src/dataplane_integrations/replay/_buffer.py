@@ -16,16 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from dataplane_core.arguments import Count, Index, checked_as
 from dataplane_core.batch import BatchedDataDict, read_columns
 from dataplane_core.client import common_fields
 from dataplane_core.codec import decode_item
-from dataplane_core.errors import (
-    DataPlaneError,
-    InvalidRequestError,
-    LostSamplesError,
-    preview,
-    printable,
-)
+from dataplane_core.errors import DataPlaneError, InvalidRequestError, LostSamplesError, preview, printable
 from dataplane_core.ledger import group_of
 from dataplane_core.meta import KVBatchMeta
 from dataplane_core.schema import WEIGHT_VERSION_TAG
@@ -150,24 +145,19 @@ class ReplayBuffer(PromptSource):
         lease_s: float = 60.0,
         task_name: str = "train",
     ) -> None:
-        if any(number is not None and number < 1 for number in (group_size, num_prompts, max_attempts)):
-            raise InvalidRequestError(
-                f"ReplayBuffer('{partition_id}') refused: group_size is {group_size}, num_prompts is {num_prompts}, "
-                f"max_attempts is {max_attempts}. Expected 1 or more."
-            )
-        if spare_prompts < 0 or (spare_prompts and num_prompts is None):
-            raise InvalidRequestError(
-                f"ReplayBuffer('{partition_id}') refused: spare_prompts is {spare_prompts}, num_prompts is "
-                f"{num_prompts}. Expected at least 0, and none without num_prompts: then any further prompt is a spare."
-            )
-        super().__init__(source, partition_id, lease_s=lease_s)
-        self.group_size: Final = group_size
+        self.group_size: Final[int] = checked_as("ReplayBuffer: group_size", Count, group_size)
         self.task_name: Final = task_name
         self._policy = policy
-        self._num_prompts = num_prompts
-        self._spare_prompts = spare_prompts
-        self._max_attempts = max_attempts
+        self._num_prompts: int | None = checked_as("ReplayBuffer: num_prompts", Count | None, num_prompts)
+        self._spare_prompts: int = checked_as("ReplayBuffer: spare_prompts", Index, spare_prompts)
+        self._max_attempts: int | None = checked_as("ReplayBuffer: max_attempts", Count | None, max_attempts)
         self._requeue_evicted = requeue_evicted
+        if spare_prompts and num_prompts is None:
+            raise InvalidRequestError(
+                f"ReplayBuffer('{partition_id}') refused: spare_prompts is {spare_prompts}, num_prompts is None. "
+                "Expected num_prompts too: without it any further prompt is a spare."
+            )
+        super().__init__(source, partition_id, lease_s=lease_s)
         # all below: guarded by _lock
         self._weight_version = weight_version
         self._trained_since = 0

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+from dataplane_core.arguments import Count, PositiveSeconds, checked_as
 from dataplane_core.batch import kv_first_write
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import (
@@ -113,18 +114,13 @@ class Collector:
         max_failures: int = 5,
         write_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if min(groups_per_call, num_threads, max_failures) < 1:
-            raise InvalidRequestError(
-                f"Collector('{name}') refused: groups_per_call is {groups_per_call}, num_threads is {num_threads}, "
-                f"max_failures is {max_failures}. Expected 1 or more each."
-            )
         self._buffer = buffer
         self._rollout = rollout
         self._client = client
         self._name = name
-        self._groups_per_call = groups_per_call
-        self._num_threads = num_threads
-        self._max_failures = max_failures
+        self._groups_per_call: int = checked_as("Collector: groups_per_call", Count, groups_per_call)
+        self._num_threads: int = checked_as("Collector: num_threads", Count, num_threads)
+        self._max_failures: int = checked_as("Collector: max_failures", Count, max_failures)
         self._write_options = dict(write_options or {})
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -432,11 +428,9 @@ class AsyncCollector:
         abort_poll_s: float = 0.5,
         **options: Any,
     ) -> None:
-        if abort_poll_s <= 0:
-            raise InvalidRequestError(f"AsyncCollector refused: abort_poll_s is {abort_poll_s}. Expected more than 0.")
         self._buffer = buffer
         self._rollout = rollout
-        self._abort_poll_s = abort_poll_s
+        self._abort_poll_s: float = checked_as("AsyncCollector: abort_poll_s", PositiveSeconds, abort_poll_s)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._collector = Collector(buffer, self._run, num_threads=max_concurrent, **options)
 

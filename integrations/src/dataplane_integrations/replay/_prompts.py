@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
+from dataplane_core.arguments import Count, PositiveSeconds, checked_as
 from dataplane_core.client import RENEWED_AFTER, HeldMetas
 from dataplane_core.codec import encode_item, plain
 from dataplane_core.errors import (
@@ -132,15 +133,11 @@ class PromptSource(DataPlaneClientMixin):
     """
 
     def __init__(self, source: DataPlaneSource, partition_id: str, *, lease_s: float = 60.0) -> None:
-        if lease_s <= 0:
-            raise InvalidRequestError(
-                f"{type(self).__name__}('{partition_id}') refused: lease_s is {lease_s}. Expected more than 0."
-            )
+        self._lease_s: float = checked_as(f"{type(self).__name__}: lease_s", PositiveSeconds, lease_s)
         self.setup_data_plane(source)
         self._held = HeldMetas(self._require_dp_client(), lease_s)
         self.partition_id: Final = partition_id
         self.prompts_id: Final = prompts_of(partition_id)
-        self._lease_s = lease_s
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closing = threading.Event()
@@ -198,10 +195,8 @@ class PromptSource(DataPlaneClientMixin):
             InvalidRequestError: A number is below 1, or larger than what the rule admits to an empty buffer.
             UnknownPartitionError: The partition of the prompts was dropped.
         """
-        if num_groups < 1 or (at_least is not None and at_least < 1):
-            raise InvalidRequestError(
-                f"reserve refused: num_groups is {num_groups}, at_least is {at_least}. Expected 1 or more."
-            )
+        checked_as("reserve: num_groups", Count, num_groups)
+        checked_as("reserve: at_least", Count | None, at_least)
         give_up = time.monotonic() + timeout_s
         while True:
             self._check_open()

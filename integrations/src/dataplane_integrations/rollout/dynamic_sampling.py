@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+from dataplane_core.arguments import Count, checked_as
 from dataplane_core.batch import BatchedDataDict
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, preview
@@ -117,11 +118,8 @@ class DynamicSampling:
     _held: KVBatchMeta | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        for name in ("num_groups", "group_size", "max_generations"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InvalidRequestError(
-                    f"DynamicSampling refused: {name} is {getattr(self, name)}. Expected 1 or more."
-                )
+        for name, form in {"num_groups": Count, "group_size": Count | None, "max_generations": Count}.items():
+            checked_as(f"DynamicSampling: {name}", form, getattr(self, name))
 
     @property
     def missing(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from dataplane_core.arguments import Count, checked_as
 from dataplane_core.batch import BatchedDataDict, kv_first_write
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError, preview
 from dataplane_core.meta import KVBatchMeta
@@ -44,8 +45,7 @@ def mint_sample_ids(uids: Sequence[str], group_size: int) -> list[str]:
     Raises:
         InvalidRequestError: A uid is empty or repeats, or the group size is below 1.
     """
-    if group_size < 1:
-        raise InvalidRequestError(f"mint_sample_ids refused: group_size is {group_size}. Expected 1 or more.")
+    checked_as("mint_sample_ids: group_size", Count, group_size)
     if not all(isinstance(uid, str) and uid for uid in uids):
         raise InvalidRequestError("mint_sample_ids refused: a uid is empty. Expected a non-empty string per prompt.")
     if len(set(uids)) != len(uids):

@@ -36,7 +36,7 @@ from dataplane_integrations.rollout import mint_sample_ids
 END_WEIGHT_VERSION_TAG: Final = "end_weight_version"
 #: The tag that a commit adds: the trainer may take the group.
 COMMITTED_TAG: Final = "committed"
-#: The tag of a group's first row that holds the ``extra_info`` of its meta.
+#: The tag of a row of the group that holds the ``extra_info`` of its meta.
 EXTRA_TAG: Final = "extra_info"
 
 #: The task of the prompts.
@@ -244,21 +244,17 @@ class PromptSource(DataPlaneClientMixin):
                 ``end_weight_version`` that is lower than that of the reservation.
             InvalidTypeError: ``extra_info`` of the meta holds what a store cannot hold without pickle.
         """
-        at = {sample_id: row for row, sample_id in enumerate(meta.sample_ids)}
-        wanted = [sample_id for reservation in reservations for sample_id in reservation.sample_ids]
-        answers, rows_of = set(at), {reservation.group: list(reservation.sample_ids) for reservation in reservations}
-        is_whole = answers == set(wanted)
-        if self._has_rollouts:
-            answers, rows_of = set(map(rollout_of, at)), {}
-            for sample_id in at:
-                rows_of.setdefault(group_of(sample_id), []).append(sample_id)
-            groups_reserved = {reservation.group for reservation in reservations}
-            is_whole = answers <= set(wanted) and rows_of.keys() == groups_reserved
-        if len(at) != meta.size or meta.partition_id != self.partition_id or not is_whole:
-            wrong = sorted(answers.symmetric_difference(wanted)) or ["none"]
+        reserved = {answer: reservation for reservation in reservations for answer in reservation.sample_ids}
+        answers = [rollout_of(row) for row in meta.sample_ids] if self._has_rollouts else meta.sample_ids
+        wrong = set(answers).symmetric_difference(reserved)
+        if self._has_rollouts:  # some of a group may have failed
+            made = {reserved[answer].group for answer in answers if answer in reserved}
+            wrong = {answer for answer in wrong if answer not in reserved or reserved[answer].group not in made}
+        if wrong or len(set(meta.sample_ids)) != meta.size or meta.partition_id != self.partition_id:
             raise InvalidRequestError(
-                f"commit refused: {meta.size} rows of '{meta.partition_id}' for reservations of {len(wanted)} rows in "
-                f"'{self.partition_id}'; only in one of both: {preview(wrong)}. Expected exactly the rows reserved."
+                f"commit refused: {meta.size} rows of '{meta.partition_id}' for reservations of {len(reserved)} rows "
+                f"in '{self.partition_id}'; only in one of both: {preview(sorted(wrong) or ['none'])}. Expected "
+                "exactly the rows reserved."
             )
         if meta.fields is None:
             raise InvalidRequestError(
@@ -267,20 +263,20 @@ class PromptSource(DataPlaneClientMixin):
             )
         client = self._require_dp_client()
         version = self.weight_version
-        extra: dict[str, TagValue] = {}
-        if meta.extra_info:
-            extra = {EXTRA_TAG: b64encode(encode_item(plain(meta.extra_info), "extra_info")).decode()}
-        written: list[str] = []
+        first_of_group: dict[str, dict[str, TagValue]] = {}  # the tags of a row
         tags: list[dict[str, TagValue]] = []
-        for reservation in reservations:
-            for index, sample_id in enumerate(rows_of[reservation.group]):
-                written.append(sample_id)
-                row = at[sample_id]
-                own = dict(meta.tags[row]) if meta.tags else {}
-                if meta.sequence_lengths is not None:
-                    own.setdefault(INPUT_LENGTHS_TAG, meta.sequence_lengths[row])
-                end = {END_WEIGHT_VERSION_TAG: _end_version(own, sample_id, reservation, version), COMMITTED_TAG: True}
-                tags.append({**own, **reservation.tags, **end, **({} if index else extra)})
+        for row, (sample_id, answer) in enumerate(zip(meta.sample_ids, answers, strict=True)):
+            reservation = reserved[answer]
+            own = dict(meta.tags[row]) if meta.tags else {}
+            if meta.sequence_lengths is not None:
+                own.setdefault(INPUT_LENGTHS_TAG, meta.sequence_lengths[row])
+            end = {END_WEIGHT_VERSION_TAG: _end_version(own, sample_id, reservation, version), COMMITTED_TAG: True}
+            tags.append({**own, **reservation.tags, **end})
+            first_of_group.setdefault(reservation.group, tags[-1])
+        if meta.extra_info:
+            extra = b64encode(encode_item(plain(meta.extra_info), "extra_info")).decode()
+            for first in first_of_group.values():
+                first[EXTRA_TAG] = extra
         with self._ending:
             claimed = self._claims_of(reservations)
             try:
@@ -288,7 +284,7 @@ class PromptSource(DataPlaneClientMixin):
             except LeaseExpiredError as error:
                 groups = {reservation.row: reservation.group for reservation in reservations}
                 raise self._lost([groups[row] for row in error.sample_ids]) from error
-            client.put_samples(written, self.partition_id, tags=tags)
+            client.put_samples(meta.sample_ids, self.partition_id, tags=tags)
             with suppress(LeaseExpiredError):  # the trainer has taken them already
                 client.ack(claimed)
             self._forget([reservation.group for reservation in reservations])

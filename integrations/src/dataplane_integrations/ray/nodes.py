@@ -1,8 +1,6 @@
 """On Ray: checks whether every node can run the backend, and has Ray install it on nodes that cannot.
 
-A backend is found by its entry point, so a node needs the backend's distribution, not only its code. Either the nodes
-have it, or Ray installs it where the actors run (`backend_runtime_env`). `require_backend_on_nodes` checks this before
-anything starts. The check itself runs on each node; everything else here runs in the driver.
+A backend is found by its entry point, so a node needs the backend's distribution, not only its code.
 """
 
 from __future__ import annotations

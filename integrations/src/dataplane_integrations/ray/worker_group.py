@@ -1,7 +1,4 @@
-"""On Ray: calls policy workers that are actors, and waits for all of them with one deadline.
-
-Ray is imported only when something here is called.
-"""
+"""On Ray: calls policy workers that are actors, and waits for all of them with one deadline."""
 
 from __future__ import annotations
 

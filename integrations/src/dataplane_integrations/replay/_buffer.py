@@ -211,11 +211,8 @@ class ReplayBuffer(PromptSource):
     def batches(self, num_groups: int, *, timeout_s: float = 60.0) -> Iterator[KVBatchMeta]:
         """Selections, until the prompts are used up. Each is consumed when the next one is asked for.
 
-        The one that is in training when the loop is left, by a ``break`` or an error, is put back.
-
-        Args:
-            num_groups: As for `select`.
-            timeout_s: As for `select`.
+        The one that is in training when the loop is left, by a ``break`` or an error, is put back. Arguments and errors
+        are those of `select`.
         """
         while (meta := self.select(num_groups, timeout_s=timeout_s)).size:
             try:
@@ -299,15 +296,12 @@ class ReplayBuffer(PromptSource):
         timeout_s: float = 60.0,
         **options: Any,
     ) -> tuple[KVBatchMeta, BatchedDataDict]:
-        """Selects groups, reads them into this process, and clears them.
+        """Selects groups as `select` does, reads them into this process, and clears them.
 
         If the store fails at a clear, this does not raise: the next operation clears the rows.
 
         Args:
-            num_groups: As for `select`.
             select_fields: The columns; None: those that were committed.
-            min_groups: As for `select`.
-            timeout_s: As for `select`.
             options: As for `dataplane_core.read_columns`.
 
         Returns:
@@ -353,10 +347,10 @@ class ReplayBuffer(PromptSource):
             self._settled()
 
     def discard(self, meta: KVBatchMeta, *, requeue: bool = False) -> None:
-        """As `consume`, for selected groups that the trainer will not train on, such as those with equal rewards.
+        """As `consume`, for selected groups that the trainer will not train on, such as those with equal rewards. Their
+        rows need not be in the store any more.
 
         Args:
-            meta: As for `consume`. The rows need not be in the store any more.
             requeue: Generate their prompts again. Use it after a failed step whose rows are cleared, as they are when a
                 call of `DataPlanePolicy` raised. With ``num_prompts``, a collector ends when no prompt is left: then
                 start one again.
@@ -371,17 +365,14 @@ class ReplayBuffer(PromptSource):
         """Takes groups of which the store has lost a row out of a selection, and has their prompts generated again.
 
         Later calls with ``meta`` mean what is left of it. This is what `DataPlanePolicy` needs as ``replace_lost``.
+        Raises what `consume` raises.
 
         Args:
-            meta: What `select` returned, or a part of it.
             lost: Samples of ``meta`` whose payload is gone, as `LostSamplesError.missing_samples` names them, or that
                 have to go for another reason. One row of a group stands for the whole group.
 
         Returns:
             The rows of the other groups; maybe none.
-
-        Raises:
-            InvalidRequestError: A group is not selected. Nothing has been changed.
         """
         gone = {group_of(sample_id) for sample_id in lost}
         with self._lock:
@@ -453,18 +444,12 @@ class ReplayBuffer(PromptSource):
         return evicted
 
     def save(self, folder: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
-        """Saves the run: `DataPlaneClient.save` of the two partitions, which ``client.load(folder)`` loads.
+        """Saves the run as `DataPlaneClient.save` does, with its errors: the two partitions, which
+        ``client.load(folder)`` loads, and JSON values, which it returns.
 
         Rollouts may go on. In a buffer that is made with ``resume`` after the load, groups that are in training now are
         ready, and those that are being generated are generated again. To let that run continue exactly like this one,
         save between two steps, inside ``collector.quiet()``.
-
-        Args:
-            folder: As for `DataPlaneClient.save`.
-            metadata: JSON values that ``load`` returns.
-
-        Raises:
-            SaveError: The save cannot be written. Like after any other error, the former save is unchanged.
         """
         with self._lock:  # the prompts first: answers that come meanwhile are made again, none are lost
             self._look()

@@ -124,9 +124,8 @@ class Collector:
         self._write_options = dict(write_options or {})
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
-        self._lock = threading.RLock()
-        self._state = threading.Condition(self._lock)
-        # guarded by _lock
+        self._state = threading.Condition()
+        # guarded by _state
         self._paused = 0
         self._busy = 0
         self._num_running = 0
@@ -137,7 +136,7 @@ class Collector:
     @property
     def counts(self) -> CollectorCounts:
         """The counts so far; a copy."""
-        with self._lock:
+        with self._state:
             return dataclasses.replace(self._counts)
 
     def start(self) -> None:
@@ -166,7 +165,7 @@ class Collector:
             OperationTimeoutError: A rollout did not end in time. Its thread is left behind, and ends with the process.
         """
         self._stop.set()
-        with self._lock:
+        with self._state:
             self._state.notify_all()
         self._join(timeout_s)
         if any(thread.is_alive() for thread in self._threads):
@@ -192,7 +191,7 @@ class Collector:
         Raises:
             OperationTimeoutError: A rollout, or a write that waits for room, did not end in time.
         """
-        with self._lock:
+        with self._state:
             self._paused += 1
             still = self._state.wait_for(lambda: self._busy == 0, timeout_s)
         try:
@@ -203,7 +202,7 @@ class Collector:
                 )
             yield
         finally:
-            with self._lock:
+            with self._state:
                 self._paused -= 1
                 self._state.notify_all()
 
@@ -233,13 +232,13 @@ class Collector:
         except (ReplayClosedError, UnknownPartitionError):
             return  # the buffer is closed, or the run is over
         except BaseException as error:
-            with self._lock:
+            with self._state:
                 self._error = error
             self._stop.set()
             with suppress(DataPlaneError):  # `stop` raises it
                 self._buffer.fail(self._reason(error), error, collector=self._name)
         finally:
-            with self._lock:
+            with self._state:
                 self._num_running -= 1
                 is_last = not self._num_running
             if is_last and self._error is None:
@@ -248,7 +247,7 @@ class Collector:
 
     def _one_round(self) -> bool:
         """Waits while paused, then makes some groups. Returns False if there is nothing more to do."""
-        with self._lock:
+        with self._state:
             self._state.wait_for(lambda: self._stop.is_set() or not self._paused)
             if self._stop.is_set():
                 return False
@@ -256,7 +255,7 @@ class Collector:
         try:
             return self._make_groups()
         finally:
-            with self._lock:
+            with self._state:
                 self._busy -= 1
                 self._state.notify_all()
 
@@ -281,10 +280,10 @@ class Collector:
                 self._buffer.commit(reservations, self._written(reservations))
             except (RolloutAbortedError, ReservationLostError):  # nobody wants them
                 self._give_back(partial(self._buffer.abort, reservations))
-                with self._lock:
+                with self._state:
                     self._counts.aborted += len(reservations)
             else:
-                with self._lock:
+                with self._state:
                     self._counts.groups += len(reservations)
                     self._in_a_row = 0
         except BaseException as error:
@@ -319,7 +318,7 @@ class Collector:
                 if not _found_no_room(error) or self._stop.is_set():
                     raise
                 client.clear_samples(ids, partition_id)  # a write that timed out may have happened
-            with self._lock:
+            with self._state:
                 self._counts.held_back += 1
             self._stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -332,7 +331,7 @@ class Collector:
         if ended:
             raise error
         if no_room:
-            with self._lock:
+            with self._state:
                 self._counts.last_error = error
                 self._counts.held_back += 1
                 self._in_a_row = 0
@@ -357,7 +356,7 @@ class Collector:
 
     def _note_failure(self, error: BaseException) -> None:
         """Counts a failure. Raises the error if there were too many one after another."""
-        with self._lock:
+        with self._state:
             self._counts.last_error = error
             self._counts.failures += 1
             self._in_a_row += 1
@@ -381,11 +380,10 @@ def serve(
 
     Args:
         client: This process's client. Writes the columns that ``rollout`` returns.
-        partition_id: The partition of the answers.
+        partition_id: As for `PromptSource`.
         rollout: See `Rollout`.
-        lease_s: Seconds of lease on the prompts. The lease is renewed while the process lives.
-        options: As for `Collector`: ``name``, ``groups_per_call``, ``num_threads``, ``max_failures``,
-            ``write_options``.
+        lease_s: As for `PromptSource`.
+        options: As for `Collector`.
 
     Raises:
         CollectorFailedError: Too many rollouts failed one after another; the cause is the last error.

@@ -1,8 +1,7 @@
 """Dynamic sampling, as in DAPO: generate until there are enough groups with a learning signal.
 
 Runs in the driver. A group is the rollouts of one prompt: the rows whose ids are equal before the last ``_g``. The
-rule reads only tags, so no tensor leaves the store. Unwanted rows are cleared there, and the result is a meta of
-exactly the wanted number of groups.
+rule reads only tags, so no tensor leaves the store.
 """
 
 from __future__ import annotations

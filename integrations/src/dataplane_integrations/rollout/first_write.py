@@ -1,8 +1,6 @@
 """The rollout actor's side: it makes the sample ids once, and writes all columns of a generation in one put.
 
-Runs in the rollout process. The driver gets a meta and a few small values per row, never a token tensor.
-
-Shape legend: ``N`` rows (prompts x group size), ``S`` padded sequence length.
+The driver gets a meta and a few small values per row, never a token tensor.
 """
 
 from __future__ import annotations
@@ -63,17 +61,17 @@ class DataPlaneRolloutMixin(DataPlaneClientMixin):
     def _first_write(
         self, batch: BatchedDataDict, *, carry_fields: Sequence[str] = ("input_lengths",), **options: Any
     ) -> RolloutReceipt:
-        """Writes every column of the batch in one put, as `dataplane_core.kv_first_write` does.
+        """Writes every column of the batch in one put, as `dataplane_core.kv_first_write` does, with its errors.
 
         Args:
-            batch: N rows, with ``input_lengths`` (N,).
+            batch: Rows, with ``input_lengths``.
             carry_fields: Columns of one small value per row, which are also returned to the driver.
-            options: As for `kv_first_write`, without ``dp_client``: ``sample_ids``, N ids from `mint_sample_ids`;
+            options: As for `kv_first_write`, without ``dp_client``: ``sample_ids``, those of `mint_sample_ids`;
                 ``partition_id``, that of the step; and others, such as ``tags`` or ``required_fields``.
 
         Raises:
-            InvalidRequestError: The batch lacks a carry field; or as `kv_first_write`.
-            InvalidTypeError: A carry field has more than one value per row; or as `kv_first_write`.
+            InvalidRequestError: The batch lacks a carry field.
+            InvalidTypeError: A carry field has more than one value per row.
         """
         carry = {name: _small_column(batch, name) for name in carry_fields}
         return RolloutReceipt(meta=kv_first_write(batch, dp_client=self._require_dp_client(), **options), carry=carry)

@@ -1,6 +1,6 @@
 """A run that is started again: which of its rollouts the store still holds, and how many that was in all.
 
-Runs in the driver. It needs a store that outlives the processes, and ids that follow from the step and the prompt.
+It needs a store that outlives the processes, and ids that follow from the step and the prompt.
 """
 
 from __future__ import annotations

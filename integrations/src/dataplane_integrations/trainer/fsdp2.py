@@ -1,8 +1,6 @@
-"""FSDP2: a rank's coordinates and its replica group, from a `DeviceMesh`.
+"""FSDP2: a rank's coordinates and its replica group, from the names of the dims of a `DeviceMesh`.
 
-A mesh such as ``(dp, cp, tp)`` has axes along which the rows differ (data parallel), and axes along which ranks work on
-the same rows (context, tensor and pipeline parallel). Axes are recognised by their names, long or short. There may be
-several data axes, as in ``(dp_replicate, dp_shard, tp)``.
+There may be several data axes, as in ``(dp_replicate, dp_shard, tp)``.
 """
 
 from __future__ import annotations

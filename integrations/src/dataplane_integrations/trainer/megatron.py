@@ -1,12 +1,6 @@
 """Megatron: a rank's coordinates and its replica group, from `megatron.core.parallel_state`.
 
-The tensor, context and pipeline parallel ranks of one data-parallel rank work on the same rows. Megatron has groups for
-each axis and for some pairs of axes. With both context and pipeline parallelism, the group over all three axes is made
-here, once.
-
 Importing this module does not import Megatron: a driver without it can call `megatron_pad_multiple`.
-
-Shape legend: ``N`` rows of this data-parallel rank, ``S`` padded sequence length.
 """
 
 from __future__ import annotations
@@ -111,15 +105,11 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     # --- lengths ------------------------------------------------------------------------------------------------------
 
     def _sequence_parallel(self) -> bool:
-        """Whether sequence parallelism is on, by the config of the attribute ``model``.
-
-        ``model`` is a Megatron module, or the list of its chunks. Without a model: True, since more padding than needed
-        does no harm.
-        """
+        """Whether it is on, by the config of the attribute ``model``, a Megatron module or the list of its chunks.
+        Without a model: True, since more padding than needed does no harm."""
         return bool(getattr(model_config(getattr(self, "model", None)), "sequence_parallel", True))
 
     def _pad_multiple(self) -> int:
-        """The number of tokens that this worker's sequence length must be a multiple of."""
         state = _parallel_state()
         return megatron_pad_multiple(
             tensor_parallel=state.get_tensor_model_parallel_world_size(),

@@ -5,11 +5,9 @@ data-parallel ranks. So all ranks that load data read the *same* global micro-ba
 each cuts out the part of its module's data-parallel rank. The parts are contiguous and in the order of the ranks:
 Megatron joins the outputs of the encoders in this order for the language model.
 
-Everything here runs in the worker's process, without communication. The groups ``pp`` and ``dp`` of every grid must
-have been created before.
+Everything here runs in the worker's process, without communication.
 
-Shape legend: ``N`` rows of the global micro-batch, ``S`` padded sequence length, ``n`` images, ``T`` patches of all
-images together.
+Shape legend: ``N`` rows of the global micro-batch, ``n`` images, ``T`` patches of all images together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`DataPlanePolicy`: the driver's side. It holds metas, never a token tensor.
-
-Runs in the driver's process. It starts the data plane, attaches the workers, and splits a step's meta into one meta per
-data-parallel rank, with the microbatch plan and the common length. The workers fetch their rows themselves.
-"""
+"""`DataPlanePolicy`: the driver's side. It holds metas, never a token tensor: workers fetch their rows themselves."""
 
 from __future__ import annotations
 
@@ -68,7 +64,8 @@ class Timer(Protocol):
 
 
 class DataPlanePolicy:
-    """Drives policy workers through the data plane; a context manager.
+    """Drives policy workers through the data plane; a context manager. Splits a step's meta into one per data-parallel
+    rank, with the microbatch plan and the common length.
 
     Args:
         workers: The policy workers, each with `DataPlaneWorkerMixin`; see `RayWorkerGroup`.
@@ -394,11 +391,7 @@ class DataPlanePolicy:
             self._flops_tracker.reset()
 
     def train_microbatch_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
-        """The workers accumulate the gradients of one portion of the open step.
-
-        Args:
-            meta: The rows of the portion, with ``sequence_lengths``.
-            timer: Measures as in `train_from_meta`.
+        """The workers accumulate the gradients of one portion of the open step. Takes what `train_from_meta` takes.
 
         Raises:
             InvalidRequestError: No step is open, or the rows cannot be sharded (see `shard_meta_for_dp`). The rows are

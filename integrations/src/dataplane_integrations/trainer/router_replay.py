@@ -1,8 +1,7 @@
 """Router replay: in training, the mixture-of-experts layers of a Megatron model use the experts of generation.
 
-If the routers choose other experts in training than in generation, the same weights act as another model. So the
-rollout writes the experts that it used as the column ``routed_experts``, next to the tokens, and `RoutingReplay` makes
-the routers use them. The weight of each expert still comes from the router, with its gradient.
+The rollout writes the experts that it used as the column ``routed_experts``, next to the tokens, and `RoutingReplay`
+makes the routers use them. The weight of each expert still comes from the router, with its gradient.
 
 Megatron's own ``RouterReplay`` is not used. It uses the same attribute, ``TopKRouter.router_replay``, but keeps the
 routers of all models of a process (policy and reference policy) in one list, and needs experts for every token,

@@ -20,7 +20,7 @@ from dataplane_testkit.chaos.worker import PARTITIONS
 if str(Path(__file__).parent) not in sys.path:  # modules beside the tests can be imported by them
     sys.path.insert(0, str(Path(__file__).parent))
 
-from redis_servers import Ended, Relay, Server, columns, wait_until
+from redis_servers import Ended, Server, columns, wait_until
 
 
 @contextlib.contextmanager
@@ -73,20 +73,6 @@ def start_servers():
     """Starts servers with further settings, for a module."""
     with _starting() as start:
         yield start
-
-
-@pytest.fixture
-def start_relay():
-    """Starts relays to a port."""
-    relays = []
-
-    def start(port):
-        relays.append(Relay(port))
-        return relays[-1]
-
-    yield start
-    for relay in relays:
-        relay.close()
 
 
 @pytest.fixture

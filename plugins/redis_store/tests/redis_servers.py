@@ -5,9 +5,11 @@ import functools
 import importlib.util
 import os
 import random
+import select
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import tempfile
 import threading
@@ -63,9 +65,12 @@ class Ended(AssertionError):
 
 
 class Server:
-    """A `redis-server` of a test's own, on TCP and a unix socket; as a node of a cluster with a bus port besides."""
+    """A `redis-server` of a test's own, on TCP and a unix socket; as a node of a cluster with a bus port besides.
 
-    def __init__(self, *settings, cluster=False, sentinel=False, binary="redis-server"):
+    With ``tls``, the path of a certificate without its suffix, it has a port for TLS besides.
+    """
+
+    def __init__(self, *settings, cluster=False, sentinel=False, tls=None, binary="redis-server"):
         self.folder = Path(tempfile.mkdtemp(prefix="dp-redis-"))
         self.port = free_port()
         self.socket = self.folder / "redis.sock"
@@ -76,6 +81,11 @@ class Server:
         if cluster:
             node = ("--cluster-enabled", "yes", "--cluster-port", str(self.bus_port), "--cluster-node-timeout", "60000")
             self.settings = (*node, *settings)
+        if tls:
+            self.tls_port = free_port()
+            files = ("--tls-cert-file", f"{tls}.pem", "--tls-key-file", f"{tls}.key")
+            authority = ("--tls-ca-cert-file", str(tls.with_name("ca.pem")), "--tls-auth-clients", "yes")
+            self.settings = ("--tls-port", str(self.tls_port), *files, *authority, *settings)
         self.process = None
 
     def start(self):
@@ -176,8 +186,8 @@ class Server:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Relay:
-    """Passes connections on to a server, and does with them what networks do.
+class Relay(socketserver.ThreadingTCPServer):
+    """Passes connections on to a server, and does with them what networks do. Use it in a ``with`` statement.
 
     Attributes:
         url: Names it as a server.
@@ -185,48 +195,33 @@ class Relay:
     """
 
     def __init__(self, port):
+        super().__init__(("127.0.0.1", 0), None)
         self._target, self.delay_s = port, 0.0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.url = f"redis://127.0.0.1:{self.server_address[1]}/0"
         self._sockets, self._frozen = [], set()
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        threading.Thread(target=self.serve_forever, args=(0.05,)).start()
 
     def freeze(self):
         """Connections that were made before hang from now on."""
         self._frozen.update(self._sockets)
 
-    def _accept(self):
-        with contextlib.suppress(OSError):
+    def finish_request(self, client, _):
+        """In a thread of its own: passes on what comes until one side ends."""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as server:
+            other = {client: server, server: client}
+            self._sockets += other
             while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
-                self._sockets += [client, server]
-                for ends in ((client, server), (server, client)):
-                    self._threads.append(threading.Thread(target=self._pass, args=ends))
-                    self._threads[-1].start()
+                for source in select.select([*other], [], [])[0]:
+                    data = source.recv(1 << 16)
+                    if not data:
+                        return
+                    if source not in self._frozen:
+                        time.sleep(self.delay_s)
+                        other[source].sendall(data)
 
-    def _pass(self, source, sink):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if source in self._frozen:
-                    continue
-                time.sleep(self.delay_s)
-                sink.sendall(data)
-        _shut(source, sink)
-
-    def close(self):
-        _shut(self._listener)
-        self._threads[0].join()  # so there is no further connection
-        _shut(*self._sockets)
-        for thread in self._threads:
-            thread.join()
-        for each in (*self._sockets, self._listener):
-            each.close()
-
-
-def _shut(*sockets):
-    for each in sockets:
-        with contextlib.suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
+    def __exit__(self, *_):
+        self.shutdown()  # so there is no further connection
+        for end in self._sockets:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self.server_close()  # waits for the threads

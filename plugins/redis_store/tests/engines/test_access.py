@@ -9,7 +9,7 @@ import pytest
 import redis
 import torch
 from doctors import findings
-from redis_servers import Ended, free_port, wait_until
+from redis_servers import wait_until
 
 from dataplane_core.backends import Level
 from dataplane_core.errors import BackendUnavailableError
@@ -105,32 +105,15 @@ def certificates(tmp_path_factory):
     return folder
 
 
-def tls_settings(folder, port, name="server"):
-    """Of a server, or a sentinel, with a port for TLS besides that of the tests' own commands."""
-    files = {"cert-file": f"{name}.pem", "key-file": f"{name}.key", "ca-cert-file": "ca.pem"}
-    words = [word for name, file in files.items() for word in (f"--tls-{name}", str(folder / file))]
-    return ["--tls-port", str(port), *words, "--tls-auth-clients", "yes"]
-
-
-def start_with_tls(start, folder, name="server", more=(), **options):
-    """A server, or a sentinel, and its port for TLS."""
-    port = free_port()
-    try:
-        return start(*tls_settings(folder, port, name), *more, **options), port
-    except Ended:  # another process took the port meanwhile
-        port = free_port()
-        return start(*tls_settings(folder, port, name), *more, **options), port
-
-
 def parameters(folder, authority="ca"):
     """Of a url: the authority that we trust, and our own certificate."""
     return f"ssl_ca_certs={folder}/{authority}.pem&ssl_certfile={folder}/client.pem&ssl_keyfile={folder}/client.key"
 
 
 def test_tls_with_certificates_and_a_user(start_server, connect, every_operation, certificates):
-    server, port = start_with_tls(start_server, certificates)
+    server = start_server(tls=certificates / "server")
     server.admin(*documented_user())
-    user, place, asked = f"dataplane:{_PASSWORD}", f"localhost:{port}", parameters(certificates)
+    user, place, asked = f"dataplane:{_PASSWORD}", f"localhost:{server.tls_port}", parameters(certificates)
     client = connect(url=f"rediss://{user}@{place}?{asked}", namespace="mine")
     every_operation(client)
     server.admin("ACL", "SETUSER", "default", "resetpass", ">another")
@@ -138,7 +121,7 @@ def test_tls_with_certificates_and_a_user(start_server, connect, every_operation
         (f"rediss://dataplane:wrong@{place}?{asked}", "password"),
         (f"rediss://{place}?{asked}", "Authentication"),
         (f"rediss://{user}@{place}?ssl_ca_certs={certificates}/ca.pem", "cannot be reached"),  # no certificate of ours
-        (f"rediss://{user}@127.0.0.1:{port}?{asked}", _REFUSED),  # made for another name
+        (f"rediss://{user}@127.0.0.1:{server.tls_port}?{asked}", _REFUSED),  # made for another name
         (f"rediss://{user}@{place}?{parameters(certificates, 'other')}", _REFUSED),
         (f"redis://{user}@{place}", "cannot be reached|timed out"),  # no TLS
     ):
@@ -149,24 +132,23 @@ def test_tls_with_certificates_and_a_user(start_server, connect, every_operation
 
 
 def test_a_service_with_tls_and_users(start_server, connect, certificates):
-    server, port = start_with_tls(start_server, certificates, "host")
+    server = start_server(tls=certificates / "host")
     server.admin(*documented_user())
-    more = ("--tls-replication", "yes")
-    sentinel, sentinel_port = start_with_tls(start_server, certificates, "host", more, sentinel=True)
+    sentinel = start_server("--tls-replication", "yes", tls=certificates / "host", sentinel=True)
     sentinel.admin("ACL", "SETUSER", "asker", "on", ">asked", "-@all", "+sentinel|masters")
-    sentinel.admin("SENTINEL MONITOR", "plane", "127.0.0.1", port, 1)
+    sentinel.admin("SENTINEL MONITOR", "plane", "127.0.0.1", server.tls_port, 1)
     wait_until(lambda: sentinel.admin("SENTINEL MASTER", "plane")["flags"] == "master")
-    place = f"rediss+sentinel://dataplane:{_PASSWORD}@127.0.0.1:{sentinel_port}/plane?{parameters(certificates)}"
-    client = connect(url=f"{place}&sentinel_username=asker&sentinel_password=asked", namespace="mine", partition="p")
+    of_another_name = start_server(tls=certificates / "server")
+    sentinel.admin("SENTINEL MONITOR", "other", "127.0.0.1", of_another_name.tls_port, 1)
+    user, place = f"dataplane:{_PASSWORD}", f"127.0.0.1:{sentinel.tls_port}/plane"
+    url = f"rediss+sentinel://{user}@{place}?{parameters(certificates)}"
+    client = connect(url=f"{url}&sentinel_username=asker&sentinel_password=asked", namespace="mine", partition="p")
     assert client.list_partitions() == ["p"]
-    with pytest.raises(BackendUnavailableError, match="password") as caught:
-        connect(url=f"{place}&sentinel_username=asker&sentinel_password=wrong", namespace="mine")
-    assert not caught.value.retryable
-    with pytest.raises(BackendUnavailableError, match=_REFUSED) as caught:
-        connect(url=place.replace("ca.pem", "other.pem"), namespace="mine")
-    assert not caught.value.retryable
-    _, other_port = start_with_tls(start_server, certificates)  # its certificate is made for another name
-    sentinel.admin("SENTINEL MONITOR", "other", "127.0.0.1", other_port, 1)
-    with pytest.raises(BackendUnavailableError, match=f"{_REFUSED}.* mismatch") as caught:
-        connect(url=place.replace("/plane?", "/other?"), namespace="mine")
-    assert not caught.value.retryable
+    for wrong, reason in (
+        (f"{url}&sentinel_username=asker&sentinel_password=wrong", "password"),
+        (url.replace("ca.pem", "other.pem"), _REFUSED),
+        (url.replace("/plane?", "/other?"), f"{_REFUSED}.* mismatch"),
+    ):
+        with pytest.raises(BackendUnavailableError, match=reason) as caught:
+            connect(url=wrong, namespace="mine")
+        assert not caught.value.retryable

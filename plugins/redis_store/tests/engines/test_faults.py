@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
-from redis_servers import LARGE, SMALL, columns, wait_until
+from redis_servers import LARGE, SMALL, Relay, columns, wait_until
 
 from dataplane_core.errors import BackendUnavailableError, OperationTimeoutError
 
@@ -29,8 +29,13 @@ def test_a_stopped_server_meets_the_deadline(start_server, connect, hurries):
     assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]
 
 
-def test_idle_connections_that_lead_nowhere_cost_one_timeout(plain, connect, start_relay, hurries):
-    relay = start_relay(plain.port)
+@pytest.fixture
+def relay(plain):
+    with Relay(plain.port) as relay:
+        yield relay
+
+
+def test_idle_connections_that_lead_nowhere_cost_one_timeout(connect, relay, hurries):
     made = connect(url=relay.url, partition="p")
     made.put_samples(["a"], "p", columns(1))
     with ThreadPoolExecutor(4) as pool:
@@ -41,8 +46,7 @@ def test_idle_connections_that_lead_nowhere_cost_one_timeout(plain, connect, sta
     assert made.get_samples(["a"], "p", ["x"])["x"].tolist() == [[0]]
 
 
-def test_a_connection_that_takes_too_long_sends_nothing_after_the_deadline(plain, connect, start_relay, hurries):
-    relay = start_relay(plain.port)
+def test_a_connection_that_takes_too_long_sends_nothing_after_the_deadline(plain, connect, relay, hurries):
     made = connect(url=relay.url, partition="p")
     relay.freeze()
     relay.delay_s = 0.7

@@ -92,12 +92,19 @@ def ask(client, *words, within_s=120.0):
     return json.loads(client.stdout.readline())
 
 
-def test_a_client_that_does_not_reach_the_owner_starts_no_other(hosts, start_server):
+@pytest.fixture
+def clients(hosts, start_server):
+    """One on the host of the owner, one on the other host, and the owner. Each client has put a sample."""
     server = start_server("--bind", "0.0.0.0", "--protected-mode", "no")
     near, far = (hosts.connect(number, server.port) for number in (0, 1))
     ask(near, "register")
     _, _, owner = ask(near, "put", "a")
     assert ask(far, "put", "b") == ["ok", None, owner]
+    return near, far, owner
+
+
+def test_a_client_that_does_not_reach_the_owner_starts_no_other(hosts, clients):
+    near, far, owner = clients
     hosts.plug(1, "other", "down")
     for what, within_s in ((["put", "c"], 15.0), (["list"], 3.0)):  # in the first it could replace the owner
         kind, name, retryable, _ = ask(far, *what, within_s=within_s)
@@ -108,12 +115,8 @@ def test_a_client_that_does_not_reach_the_owner_starts_no_other(hosts, start_ser
     assert {*"abde"} <= {*ask(near, "list")[1]} <= {*"abcde"}
 
 
-def test_an_owner_that_does_not_reach_the_server_is_replaced(hosts, start_server):
-    server = start_server("--bind", "0.0.0.0", "--protected-mode", "no")
-    near, far = (hosts.connect(number, server.port) for number in (0, 1))
-    ask(near, "register")
-    _, _, owner = ask(near, "put", "a")
-    assert ask(far, "put", "b") == ["ok", None, owner]
+def test_an_owner_that_does_not_reach_the_server_is_replaced(hosts, clients):
+    near, far, owner = clients
     hosts.plug(0, "server", "down")
     kind, _, new = ask(far, "put", "c")
     assert kind == "ok"

@@ -1,6 +1,5 @@
-"""A Ray, and what is left in a ledger that tells who has been there."""
+"""What is left in a ledger that tells who has been there, and backends without a client."""
 
-import sys
 import time
 from contextlib import contextmanager
 
@@ -8,17 +7,6 @@ import pytest
 
 from dataplane_core.ledger import commands
 from dataplane_tq_simple import TQSimpleBackend, TQSimpleConfig
-
-
-@pytest.fixture(scope="module")
-def ray_cluster(ray_address):
-    """The address of a Ray that this process is connected to."""
-    import ray
-
-    # Worker processes cannot import this file.
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield ray_address
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="session")

@@ -46,21 +46,21 @@ def test_it_says_whether_the_controller_keeps_a_journal(tmp_path):
     assert f"There is no folder {tmp_path}/nowhere" in said(Level.ERROR, journal=f"{tmp_path}/nowhere")
 
 
-def test_a_running_cluster_of_too_few_cpus_is_an_error_with_the_numbers(ray_cluster, monkeypatch):
-    options = {"ray_address": ray_cluster}
+def test_a_running_cluster_of_too_few_cpus_is_an_error_with_the_numbers(ray_address, monkeypatch):
+    options = {"ray_address": ray_address}
     ((what, _),) = findings(Level.ERROR, **options, unit_num_cpus=9)
     assert "needs 9 CPUs (controller 0, 1 storage units of 9), but the Ray cluster has 8" in what
     assert findings(Level.ERROR, **options) == []
-    own = ray_cluster.rpartition(":")[0]
+    own = ray_address.rpartition(":")[0]
     assert f"Ray announces this host as {own}." in dict(findings(Level.OK, **options))
-    assert f"The Ray cluster at {ray_cluster} has 8 logical CPUs on 1 node." in dict(findings(Level.OK, **options))
+    assert f"The Ray cluster at {ray_address} has 8 logical CPUs on 1 node." in dict(findings(Level.OK, **options))
     monkeypatch.setattr(_diagnosis, "this_nodes_addresses", lambda: ["203.0.113.7"])
     ((what, _),) = findings(Level.ERROR, **options)
     assert what == f"Ray announces this host as {own}: no interface of this machine has it."
 
 
-def test_it_says_by_which_path_rows_of_a_running_instance_come(ray_cluster):
-    options = {"ray_address": ray_cluster, "instance": "paths"}
+def test_it_says_by_which_path_rows_of_a_running_instance_come(ray_address):
+    options = {"ray_address": ray_address, "instance": "paths"}
     assert not [what for what, _ in findings(Level.OK, **options) if "unit-0" in what], "none runs"
     with connect({"backend": "tq_simple", "options": options}):
         assert "This process shares the memory of 'unit-0'." in dict(findings(Level.OK, **options))

@@ -25,15 +25,15 @@ def soon(seconds=240.0):
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster, opened):
+def engine(ray_address, opened):
     with opened(instance="engine") as engine:
         yield engine
 
 
 @pytest.fixture(params=[True, False], ids=["memory", "wire"])
-def client(request, engine, ray_cluster):
+def client(request, engine, ray_address):
     """A client with an empty partition."""
-    options = {"instance": "engine", "ray_address": ray_cluster, "share_memory": request.param}
+    options = {"instance": "engine", "ray_address": ray_address, "share_memory": request.param}
     with connect({"backend": "tq_simple", "options": options}, bootstrap=False) as client:
         client.register_partition("p", ["x"], None, ["train"])
         yield client
@@ -105,7 +105,7 @@ def held_bytes(engine):
     return sum(unit.session.call("held", soon(), Memory()).held_bytes for unit in units)
 
 
-def test_a_killed_controller(ray_cluster, pid_of, monkeypatch, opened):
+def test_a_killed_controller(ray_address, pid_of, monkeypatch, opened):
     """Calls and new clients are told at once, and an owner that would take its place; later it may."""
     config = TQSimpleConfig(instance="mortal")
     with opened(instance="mortal") as engine:
@@ -125,7 +125,7 @@ def test_a_killed_controller(ray_cluster, pid_of, monkeypatch, opened):
         assert engine.call(UnitRecords(), soon())
 
 
-def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(engine, ray_cluster, monkeypatch):
+def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(engine, ray_address, monkeypatch):
     lost = []
     call = Session.call
 
@@ -136,7 +136,7 @@ def test_a_put_whose_connection_to_the_controller_breaks_is_done_once(engine, ra
             raise HostGoneError("reset by the test.")
         return reply
 
-    config = {"backend": "tq_simple", "options": {"instance": "engine", "ray_address": ray_cluster}}
+    config = {"backend": "tq_simple", "options": {"instance": "engine", "ray_address": ray_address}}
     with connect(config, bootstrap=False) as client:
         client.register_partition("p", ["x"], None, ["train"])
         monkeypatch.setattr(Session, "call", lose)

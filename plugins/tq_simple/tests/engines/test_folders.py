@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from power_loss import survives_at_each_sync
+from shm_case import rows_found
 from tiers import in_long
 
 from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, CapacityExceededError
@@ -111,14 +112,9 @@ class Life:
         return set(self.call(commands.ListRequest("p")).sample_ids)
 
     def read(self, ids):
-        rows = {}
-        for part in self.call(commands.Locate("p", ids, ["x"])).parts if ids else ():
-            (place,) = self.tell_unit(extent_host.Find([(part.write_id, list(part.positions))], 1))
-            (column,) = place.layout.columns
-            for row, there in zip(part.rows, place.rows_of(part.positions), strict=True):
-                start = place.offset + column.start + there * column.step
-                rows[row] = bytes(self._opened.extents.arena.bytes[start : start + column.step])
-        return [rows[row] for row in range(len(ids))]
+        parts = self.call(commands.Locate("p", ids, ["x"])).parts if ids else []
+        places = self.tell_unit(extent_host.Find([(part.write_id, list(part.positions)) for part in parts], 1))
+        return [bytes(row) for row in rows_found(self._opened.extents.arena, parts, places, len(ids))]
 
 
 lock_folder = _folders.lock_folder

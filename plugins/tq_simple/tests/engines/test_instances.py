@@ -76,9 +76,9 @@ def test_options_that_cannot_be_are_refused(options, said):
         TQSimpleConfig(**options)
 
 
-def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_cluster, note, opened):
+def test_instances_share_nothing_and_attached_engines_leave_them_alone(ray_address, note, opened):
     with (
-        opened(instance="one", ray_address=ray_cluster) as one,
+        opened(instance="one", ray_address=ray_address) as one,
         opened(instance="two", unit_bytes=1 << 20, unit_num_cpus=0.5) as two,
     ):
         note(one, "one")
@@ -119,7 +119,7 @@ def attach_and_list_units(config):
     return units
 
 
-def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, note, pid_of, runs, opened):
+def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_address, note, pid_of, runs, opened):
     config = TQSimpleConfig(instance="again")
     owner, attached = TQSimpleBackend(config), TQSimpleBackend(config)
     owner.start(bootstrap=True, deadline=soon())
@@ -142,7 +142,7 @@ def test_close_ends_the_processes_and_the_name_can_be_used_again(ray_cluster, no
         assert ray.get(late, timeout=60) == engine.call(UnitRecords(), soon())
 
 
-def test_too_few_cpus_are_reported_with_numbers(ray_cluster):
+def test_too_few_cpus_are_reported_with_numbers(ray_address):
     config = TQSimpleConfig(instance="cpus", controller_num_cpus=1, unit_num_cpus=8)
     with pytest.raises(BackendUnavailableError, match=r"needs 9 CPUs .* has 8") as error:
         TQSimpleBackend(config).start(bootstrap=True, deadline=soon())
@@ -150,12 +150,12 @@ def test_too_few_cpus_are_reported_with_numbers(ray_cluster):
     assert "unit_num_cpus to 0" in str(error.value)
 
 
-def test_another_cluster_than_the_connected_one_is_refused(ray_cluster):
+def test_another_cluster_than_the_connected_one_is_refused(ray_address):
     with pytest.raises(ConfigError, match="one cluster per process"):
         TQSimpleBackend(TQSimpleConfig(ray_address="127.0.0.1:1")).start(bootstrap=False, deadline=soon())
 
 
-def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects_to_ray(ray_cluster):
+def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connects_to_ray(ray_address):
     with ThreadPoolExecutor(1) as pool, RayConnection._lock:  # as the other one holds it
         attaching = pool.submit(TQSimpleBackend(TQSimpleConfig()).start, bootstrap=False, deadline=soon(0.1))
         with pytest.raises(OperationTimeoutError, match="another client of this process"):
@@ -166,7 +166,7 @@ def without_address():
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
 
 
-def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
+def test_the_connection_to_an_older_ray_ends_too(ray_address, monkeypatch):
     """Its `shutdown` has no argument."""
     ended = []
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
@@ -176,8 +176,8 @@ def test_the_connection_to_an_older_ray_ends_too(ray_cluster, monkeypatch):
     assert ended
 
 
-def test_a_crashed_owner_takes_its_instance_along(ray_cluster, python, pid_of, runs, actors, opened):
-    options = {"instance": "crash", "ray_address": ray_cluster}
+def test_a_crashed_owner_takes_its_instance_along(ray_address, python, pid_of, runs, actors, opened):
+    options = {"instance": "crash", "ray_address": ray_address}
     from owners import owning  # not above: Ray's workers import this file, and do not find that one
 
     with owning(python, {"backend": "tq_simple", "options": options, "op_timeout_s": 240}, "'runs'") as (owner, said):

@@ -1,13 +1,11 @@
-"""The processes of a run on a durable store: ``durable_roles.py CONFIG``.
+"""A process of a run on a durable store: ``durable_roles.py ROLE CONFIG FILE``.
 
-It forks a process for each line of its standard input, a role and the path of a file, and prints its process id. Such a
-process writes into that file what it was promised, and goes on until it is killed.
+It writes into the file what it was promised, and goes on until it is killed.
 """
 
 import json
 import os
 import random
-import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -116,20 +114,5 @@ def act(role, config, path):
             time.sleep(0.05)
 
 
-def fork(config):
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    for line in sys.stdin:
-        role, path = line.split(maxsplit=1)
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # its own children are waited for
-            random.seed()
-            try:
-                act(role, config, path.strip())
-            finally:
-                os._exit(1)
-        print(pid, flush=True)
-
-
 if __name__ == "__main__":
-    fork(json.loads(sys.argv[1]))
+    act(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])

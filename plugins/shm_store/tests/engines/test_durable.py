@@ -37,40 +37,33 @@ def ledger_of(config):
     return json.loads((Path(config["options"]["durable"]) / "lock").read_bytes())["pid"]
 
 
-def rounds(python, runs, config, tmp_path, how_many):
-    """Runs the processes, kills all of them at a random moment, and so on. Looks at the store after each round."""
-    noted = defaultdict(Counter)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with python.start(ROLES, json.dumps(config), text=True, **pipes) as forks:
-        for number in range(how_many):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            victims = []
-            for role, count in (("own", 1), ("write", 2), ("consume", 2)):
-                for each in range(count):
-                    notes = folder / f"{role}-{each}.notes"
-                    print(role, notes, file=forks.stdin, flush=True)
-                    victims.append(int(forks.stdout.readline()))
-                    if role == "own":
-                        eventually(lambda f=folder: "ready" in notes_in(f), STARTS_S, "the owner is ready")
-            least = random.randint(0, 60)
-            eventually(lambda f=folder, n=least: notes_in(f)["acked"].total() >= n, STARTS_S, "some acks")
-            victims.append(ledger_of(config))
-            random.shuffle(victims)
-            for pid in victims:
-                with suppress(ProcessLookupError):  # the ledger's process ends with its owner
-                    os.kill(pid, signal.SIGKILL)
-            eventually(lambda pids=victims: not any(map(runs, pids)), STARTS_S, "their end")
-            for word, ids in notes_in(folder).items():
-                noted[word].update(ids)
-            check(config, noted)
-    assert forks.returncode == 0
-
-
 @pytest.mark.parametrize("num_rounds", [2, *in_long(int(os.environ.get("DATAPLANE_KILL_ROUNDS", "1000")))])
 @pytest.mark.timeout(7200)
 def test_all_processes_may_be_killed_at_any_moment(python, runs, config, tmp_path, num_rounds):
-    rounds(python, runs, config, tmp_path, num_rounds)
+    """In each round they are started, all are killed at a random moment, and the store is looked at."""
+    noted = defaultdict(Counter)
+    for number in range(num_rounds):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        processes = []
+        for role in ("own", "write", "write", "consume", "consume"):
+            notes = folder / f"{len(processes)}.notes"
+            processes.append(python.start(ROLES, role, json.dumps(config), notes))
+            if role == "own":
+                eventually(lambda f=folder: "ready" in notes_in(f), STARTS_S, "the owner is ready")
+        least = random.randint(0, 60)
+        eventually(lambda f=folder, n=least: notes_in(f)["acked"].total() >= n, STARTS_S, "some acks")
+        victims = [ledger_of(config), *(process.pid for process in processes)]
+        random.shuffle(victims)
+        for pid in victims:
+            with suppress(ProcessLookupError):  # the ledger's process ends with its owner
+                os.kill(pid, signal.SIGKILL)
+        eventually(lambda pids=victims: not any(map(runs, pids)), STARTS_S, "their end")
+        for process in processes:
+            process.wait()
+        for word, ids in notes_in(folder).items():
+            noted[word].update(ids)
+        check(config, noted)
 
 
 def test_a_store_that_was_closed_comes_back_and_others_are_refused_meanwhile(config):

@@ -34,7 +34,7 @@ _BOUNDS: Final = (
     (re.compile(r"Expected `\w+` of length <= (\d+)"), r"must have a length of at most \1"),
     (re.compile(r"Expected `\w+` >= ([-\d.e+]+)"), r"must be at least \1"),
     (re.compile(r"Expected `\w+` > ([-\d.e+]+)"), r"must be above \1"),
-    (re.compile(rf"Expected `float` <= {sys.float_info.max}"), "must be finite"),
+    (re.compile(re.escape(f"Expected `float` <= {sys.float_info.max}")), "must be finite"),
     (re.compile(r"Expected `\w+` <= ([-\d.e+]+)"), r"must be at most \1"),
 )
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -336,6 +336,7 @@ def writer(**more):
 
 
 LATE = client("trainer", asks(waits_s=400.0))
+BOTH = client("both", asks(waits_s=400.0), puts("x"))
 FILTERS = client("trainer", asks(tag_filter={"v": (">=", 7)}))
 WORKS = client("trainer", served(ended_s=20.0), heard_s=0.0)
 BLOCKED = client("rollout", puts("x"), calls=[call("put_samples", 9.0)])
@@ -371,15 +372,16 @@ LOADING_MAKER = generates(client("collector", pid=9), "q17")
 AGAIN = replace(MAKER, client_id="3", pid=10)
 ELSEWHERE = generates(MAKER, "q17", partition="step-1")
 HOLDER = client("old", pid=8, state="closed")
+OLD = replace(HOLDER, state="silent")
 EXPORT = client("dataplane", asks("export"), asks("export:copy"), state="gone", heard_s=90.0)
 EXPORTS = partition(tasks=("export", "export:copy"))
 ROLLS, ITSELF = "process 7 on h (rollout)", "of its task 'score' itself."
 NO_ROOM = "The store is full (90 of 100 bytes). process 6"
 
 
-def row(cause, *clients, said="", culprit="", found=None, **facts):
-    """What is told, and what it is told from."""
-    return {"cause": cause, "text": said, "culprit": culprit}, found or partition(), clients, facts
+def row(cause, *clients, said="", culprit="", over=None, found=None, **facts):
+    """What is told, and what it is told from. None: it is not compared whether all that is waited for has ended."""
+    return {"cause": cause, "text": said, "culprit": culprit}, over, found or partition(), clients, facts
 
 
 def just(each):
@@ -395,22 +397,26 @@ STARVED = [
     row("stuck", TRAINER, writer(calls=[call("get_samples", 89.5)]), said="in get_samples for 90 s", **LACKING),
     # it wrote the field in the partition of the step before
     row("silent", TRAINER, client("reward", puts("y", partition="step-1"), state="silent"), said="(reward)", **LACKING),
-    row("leased", TRAINER, client("old", pid=8, state="silent"), said="'a' to process 8 on h (old)", **LEASED),
-    row("filter", FILTERS, ENDED, said="(v >= 7). The newest of them, 'd', has v 6.", **PASSED),
+    row("gone", TRAINER, writer(state="gone"), ROLLOUT, over=True, **LACKING),
+    row("leased", TRAINER, OLD, said="'a' to process 8 on h (old)", over=False, **LEASED),  # the lease ends
+    row("filter", FILTERS, ENDED, said="(v >= 7). The newest of them, 'd', has v 6.", over=True, **PASSED),
     row("group", TRAINER, ENDED, said="'q17' has 3 of 4. 'q17_g3' was never put. Nobody", found=FOUR, **GROUPS),
     row("group", TRAINER, ENDED, said="was never put, or cleared.", found=replace(FOUR, num_cleared=1), **GROUPS),
-    row("short", TRAINER, ENDED, said="510 of 512 samples came", found=partition(num_samples=512, held=510)),
-    row("short", TRAINER, ENDED, said="It did not call finish_partition."),
+    row("short", TRAINER, ENDED, said="510 of 512 samples came", over=True, found=partition(num_samples=512, held=510)),
+    row("short", TRAINER, ENDED, said="It did not call finish_partition.", over=True),
+    row("short", TRAINER, ENDED, over=True, found=FOUR, short=Shortfall(num_incomplete=3, incomplete_groups={"q1": 4})),
+    row("short", TRAINER, ENDED, client("old", pid=8), over=False, short=SOME_LEASED),
     row("full", TRAINER, BLOCKED, said="All tasks have consumed", found=CONSUMED, patience_s=5.0, **FULL),
     # the cause is that of the stage before
-    row("short", TRAINER, SCORER, ENDED, culprit=ROLLS, said=ITSELF, found=TWO, **LACKING, **SCORES),
+    row("short", TRAINER, SCORER, ENDED, culprit=ROLLS, said=ITSELF, over=True, found=TWO, **LACKING, **SCORES),
     row("silent", TRAINER, DEAD_SCORER, said="The task 'score' is starved", found=TWO, **LACKING),
     row("full", TRAINER, DEAD_SCORER, BLOCKED, culprit="process 9 on h (reward)", said=NO_ROOM, found=TWO, **FULL),
     # what might be slow is a fault after a while
-    row("filter", LATE, ROLLOUT, **PASSED),
-    row("group", LATE, ROLLOUT, found=FOUR, **GROUPS),
-    row("unwritten", LATE, ROLLOUT, **LACKING),
-    row("full", LATE, BLOCKED, found=CONSUMED, **FULL),
+    row("filter", LATE, ROLLOUT, over=False, **PASSED),
+    row("group", LATE, ROLLOUT, over=False, found=FOUR, **GROUPS),
+    row("unwritten", LATE, ROLLOUT, over=True, **LACKING),  # nobody has ever written 'y'
+    row("unwritten", LATE, over=True, found=EMPTY),
+    row("full", LATE, BLOCKED, over=False, found=CONSUMED, **FULL),
     row("stuck", client("trainer", served(), calls=[call("get_samples", 90.0)])),
     row("stuck", TRAINER, client("rollout", puts("x"), calls=[call("put_samples", 90.0)]), said="in put_samples for"),
     row("gone", EXPORT, said="nobody claims them", found=EXPORTS, task="export"),
@@ -445,7 +451,7 @@ STARVED = [
     row("group", LATE, GONE_MAKER, AGAIN, culprit="process 10 on h (collector)", found=FOUR, **GROUPS),
     row("group", LATE, ROLLOUT, generates(MAKER, "q18"), culprit="process 7 on h (rollout)", found=FOUR, **GROUPS),
     row("group", LATE, ROLLOUT, ELSEWHERE, culprit="process 7 on h (rollout)", found=FOUR, **GROUPS),
-    row("group", TRAINER, GONE, found=FOUR, **GROUPS),
+    row("group", TRAINER, GONE, over=True, found=FOUR, **GROUPS),
     # who holds samples and waits for more does not wait for these
     row("short", TRAINER, ENDED, short=HELD_BY_ITSELF),
 ]
@@ -484,12 +490,12 @@ WAITS = [
     row("full", LATE, BLOCKED, client("o", served("eval", ended_s=80.0)), found=CONSUMED, **FULL),
     # who closed a moment ago may be followed by another
     *(
-        row("", TRAINER, just(ENDED), just(HOLDER), just(writer(state="closed")), **facts)
+        row("", TRAINER, just(ENDED), just(HOLDER), just(writer(state="closed")), over=False, **facts)
         for facts in ({}, LACKING, PASSED, LEASED)
     ),
     row("", TRAINER, ENDED, client("rollout", pid=70)),
     # a start may take any time: who has put nothing yet may still do so, and so may who is not listed
-    *(row("", LATE, LOADING, found=partition(held=0), **facts) for facts in ({}, LACKING)),
+    *(row("", LATE, LOADING, over=False, found=EMPTY, **facts) for facts in ({}, LACKING)),
     *(row("", LATE, LOADING, ROLLOUT, found=partition(held=31), **facts) for facts in ({}, LACKING)),
     *(row("", replace(LATE, client_id=""), found=partition(held=31), **facts) for facts in ({}, LACKING)),
     *(row("unwritten", *who, found=NAMES, **ALMOST) for who in ((TRAINER, ROLLOUT), (LATE, ROLLOUT, client("ref")))),
@@ -499,6 +505,13 @@ WAITS = [
     row("works", TRAINER, generates(writer()), said="It is alive in generate for 14 s", **LACKING),
     row("works", TRAINER, generates(client("r", puts("y", ended_s=None))), said="is in generate for", **LACKING),
     row("unwritten", LATE, generates(DRIVER), found=EMPTY),  # what it generates, it may put
+    # who puts samples itself
+    row("works", BOTH, over=True),
+    row("works", client("both", asks(), puts("x")), over=False),
+    row("works", generates(BOTH), over=False),
+    row("works", BOTH, ROLLOUT, over=False),
+    *(row("works", *both, over=False, found=OF_PROMPTS) for both in ((BOTH, SLOW), (SLOW, BOTH))),
+    row("works", TRAINER, ENDED, writer(), over=False, found=partition(held=2), short=SOME_LACK),
     # who makes a group may still put it though all others ended
     row("", TRAINER, GONE, LOADING_MAKER, culprit="process 9 on h (collector)", found=FOUR, **GROUPS),
 ]
@@ -530,42 +543,10 @@ TABLE = {"starved": STARVED, "waits": WAITS, "moves": MOVES, "idle": IDLE, "done
 
 
 @pytest.mark.parametrize(("state", "row"), [(state, row) for state, rows in TABLE.items() for row in rows])
-def test_a_fault_names_its_culprit_and_what_may_be_merely_slow_is_not_called_starved(state, row):
-    expected, found, clients, facts = row
+def test_a_fault_names_its_culprit_and_what_may_be_merely_slow_is_neither_called_starved_nor_over(state, row):
+    expected, over, found, clients, facts = row
     told = verdict(found, *clients, **facts)
     assert told.state == state, told
     for name, value in expected.items():
         assert value in (getattr(told, name) or ""), told
-
-
-@pytest.mark.parametrize(
-    ("is_over", "row"),
-    [
-        (True, row("", TRAINER, ENDED)),
-        (True, row("", TRAINER, ENDED, found=partition(num_samples=512))),
-        (True, row("", TRAINER, writer(state="gone"), ROLLOUT, **LACKING)),
-        (True, row("", FILTERS, ENDED, **PASSED)),
-        (True, row("", TRAINER, GONE, found=FOUR, **GROUPS)),
-        (True, row("", LATE, found=EMPTY)),
-        (True, row("", LATE, ROLLOUT, **LACKING)),  # nobody has ever written 'y'
-        (True, row("", TRAINER, SCORER, ENDED, found=TWO, **LACKING, **SCORES)),
-        (True, row("", client("both", asks(waits_s=400.0), puts("x")))),
-        (False, row("", client("both", asks(), puts("x")))),
-        (False, row("", generates(client("both", asks(waits_s=400.0), puts("x"))))),
-        (False, row("", client("both", asks(waits_s=400.0), puts("x")), ROLLOUT)),
-        (False, row("", client("both", asks(waits_s=400.0), puts("x")), SLOW, found=OF_PROMPTS)),
-        (False, row("", SLOW, client("both", asks(waits_s=400.0), puts("x")), found=OF_PROMPTS)),
-        (True, row("", TRAINER, ENDED, found=FOUR, short=Shortfall(num_incomplete=3, incomplete_groups={"q1": 4}))),
-        (False, row("", TRAINER, just(ENDED))),
-        (False, row("", TRAINER, ENDED, writer(), found=partition(held=2), short=SOME_LACK)),
-        (False, row("", TRAINER, ENDED, client("old", pid=8), short=SOME_LEASED)),
-        (False, row("", LATE, ROLLOUT, **PASSED)),
-        (False, row("", LATE, ROLLOUT, found=FOUR, **GROUPS)),
-        (False, row("", LATE, LOADING, found=EMPTY)),
-        (False, row("", LATE, BLOCKED, found=CONSUMED, **FULL)),
-        (False, row("", TRAINER, client("old", pid=8, state="silent"), **LEASED)),  # the lease ends
-    ],
-)
-def test_it_is_over_if_those_that_are_waited_for_have_ended_and_not_if_they_are_slow(is_over, row):
-    _, found, clients, facts = row
-    assert verdict(found, *clients, **facts).is_over is is_over
+    assert over is None or told.is_over is over, told

@@ -1,7 +1,5 @@
 """A host and its clients, over a Unix socket and over TCP: who may connect, and what ends with whom."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -9,8 +7,8 @@ import struct
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -41,7 +39,7 @@ from dataplane_core.hosting import (
 from dataplane_core.hosting.messages import VERSION, Hello, Together, encode
 from dataplane_core.ledger import LedgerService, commands
 from dataplane_core.spec import FieldSpec
-from dataplane_testkit._timing import eventually
+from dataplane_testkit._timing import Background, eventually, in_threads
 
 LONG_S = 60.0
 failure = failure_of("the host")
@@ -79,18 +77,18 @@ class TestHost(LedgerHost):
 
 
 @contextlib.contextmanager
-def running(address_of):
-    """A host that runs: the host, its server, and its address."""
+def running(place):
+    """A host that runs, with its server and its address."""
     host = TestHost()
-    listener, token, tls, address = address_of()
-    server_ = Server(host, listener, token=token, tls=tls)
-    thread = threading.Thread(target=server_.run)
+    listener, token, tls, host.address = place
+    host.server = Server(host, listener, token=token, tls=tls)
+    thread = threading.Thread(target=host.server.run)
     thread.start()
     try:
-        yield host, server_, address
+        yield host
     finally:
         host.go_on.set()
-        server_.close()
+        host.server.close()
         thread.join()
 
 
@@ -106,19 +104,38 @@ def over_tls(ip="127.0.0.1"):
 
 
 @pytest.fixture(params=["unix", "tcp", "tls"])
-def hosted(request, tmp_path):
+def host(request, tmp_path):
     path = tmp_path / "s"
     ways = {"unix": lambda: (listen_at(path), b"", None, UnixAddress(path)), "tcp": over_tcp, "tls": over_tls}
-    with running(ways[request.param]) as found:
+    with running(ways[request.param]()) as found:
         yield found
+
+
+@pytest.fixture
+def session(host):
+    with contextlib.closing(session_with(host)) as made:
+        yield made
+
+
+@pytest.fixture
+def other(host):
+    with contextlib.closing(session_with(host)) as made:
+        yield made
 
 
 def soon():
     return time.monotonic() + LONG_S
 
 
-def session_with(address, **options):
-    return Session(address, TestHost.messages, soon(), failure, **options)
+def session_with(host, address=None, **options):
+    return Session(address or host.address, TestHost.messages, soon(), failure, **options)
+
+
+def held_up(host, session):
+    """A call that ends when the test lets the host go on."""
+    call = Background(lambda: session.call("hold", soon(), Hold()))
+    assert host.held.wait(LONG_S)
+    return call
 
 
 def ended(channel):
@@ -128,6 +145,10 @@ def ended(channel):
         return channel.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+def connection_to(host):
+    return socket.create_connection((host.address.ip, host.address.port))
 
 
 def registration(partition):
@@ -151,23 +172,18 @@ def put(session, sample_id):
     session.call("commit", soon(), commands.CommitPut(session.call("begin", soon(), begin)))
 
 
-def test_messages_of_any_size_and_from_many_threads_are_answered_to_who_asked(hosted):
-    session = session_with(hosted[2])
-
+def test_messages_of_any_size_and_from_many_threads_are_answered_to_who_asked(session):
     def ask(number):
         for size in (0, 1, 3_000_000, number):
             data = bytes([number]) * size
             assert session.call("echo", soon(), Echo(data)) == data
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(ask, range(4)))
+    in_threads(*(partial(ask, number) for number in range(4)))
     with pytest.raises(UnknownPartitionError):
         session.call("describe", soon(), commands.DescribeRequest("nothing"))
-    session.close()
 
 
-def test_of_requests_that_go_together_none_is_carried_out_after_one_that_is_refused(hosted):
-    session = session_with(hosted[2])
+def test_of_requests_that_go_together_none_is_carried_out_after_one_that_is_refused(session):
     one, bad = commands.ListPartitionsRequest(), commands.DescribeRequest("none")
     assert session.call_all("the test's", soon(), [one, one]) == [[], []]
     with pytest.raises(UnknownPartitionError):
@@ -177,45 +193,35 @@ def test_of_requests_that_go_together_none_is_carried_out_after_one_that_is_refu
         session.call_all("the test's", soon(), [Together([])])
 
 
-def test_a_request_that_was_given_up_is_not_carried_out(hosted):
-    host, _, address = hosted
-    one, other = session_with(address), session_with(address)
-    with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(other.call, "hold", soon(), Hold())
-        assert host.held.wait(LONG_S)
-        for name in "pq":  # each on a connection of its own, and both are read at a time
-            with pytest.raises(OperationTimeoutError):
-                one.call(
-                    "register", time.monotonic() + 0.05, commands.RegisterRequest(name, ["x"], None, [], None, {}, "e")
-                )
-        host.go_on.set()
-        busy.result()
-    assert partitions(one) == []
+def test_a_request_that_was_given_up_is_not_carried_out(host, session, other):
+    busy = held_up(host, other)
+    for name in "pq":  # each on a connection of its own, and both are read at a time
+        with pytest.raises(OperationTimeoutError):
+            session.call("register", time.monotonic() + 0.05, registration(name))
+    host.go_on.set()
+    busy.result()
+    assert partitions(session) == []
     with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
-        one.call("list", time.monotonic(), commands.ListPartitionsRequest())
-    for each in (one, other):
-        each.close()
+        session.call("list", time.monotonic(), commands.ListPartitionsRequest())
 
 
-def test_what_waits_is_woken_and_what_ended_keeps_nobody_waiting(hosted):
-    dead, alive = session_with(hosted[2]), session_with(hosted[2])
+def test_what_waits_is_woken_and_what_ended_keeps_nobody_waiting(host, session, other):
     woken = threading.Event()
-    register(alive)
-    assert not dead.call("claim", soon(), claim("dead"), lambda: None).answered
-    assert not alive.call("claim", soon(), claim("alive"), woken.set).answered
-    dead.close()
-    eventually(lambda: len(hosted[0]._clients) == 1, LONG_S)
-    put(alive, "a")
+    register(session)
+    assert not other.call("claim", soon(), claim("dead"), lambda: None).answered
+    assert not session.call("claim", soon(), claim("alive"), woken.set).answered
+    other.close()
+    eventually(lambda: len(host._clients) == 1, LONG_S)
+    put(session, "a")
     assert woken.wait(LONG_S)
-    assert alive.call("claim", soon(), claim("alive"), woken.set).sample_ids == ["a"]
-    assert not alive._waiting
-    alive.close()
+    assert session.call("claim", soon(), claim("alive"), woken.set).sample_ids == ["a"]
+    assert not session._waiting
 
 
-def test_who_waits_notices_that_the_host_has_ended(tmp_path):
+def test_who_waits_notices_that_the_host_has_ended():
     woken = threading.Event()
-    with running(over_tcp) as (_, _, address):
-        session = session_with(address)
+    with running(over_tcp()) as host:
+        session = session_with(host)
         register(session)
         session.call("claim", soon(), claim("k"), woken.set)
     assert woken.wait(LONG_S)
@@ -225,78 +231,67 @@ def test_who_waits_notices_that_the_host_has_ended(tmp_path):
 
 @pytest.mark.parametrize("ends", ["well", "killed"])
 def test_a_host_that_settles_knows_whether_a_client_is_there(ends):
-    with running(over_tcp) as (host, server_, address):
-        session = session_with(address)
-        with ThreadPoolExecutor(1) as pool:
-            call = pool.submit(session.call, "hold", soon(), Hold())
-            assert host.held.wait(LONG_S)
-            assert server_.has_clients()
-            if ends == "killed":  # then the other side may get a reset
-                session._first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                session._first.close()
-            session.close()
-            assert not server_.has_clients()
-            host.go_on.set()
-            with pytest.raises(ClientClosedError):
-                call.result()
+    with running(over_tcp()) as host:
+        session = session_with(host)
+        call = held_up(host, session)
+        assert host.server.has_clients()
+        if ends == "killed":  # then the other side may get a reset
+            session._first.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            session._first.close()
+        session.close()
+        assert not host.server.has_clients()
+        host.go_on.set()
+        with pytest.raises(ClientClosedError):
+            call.result()
 
 
 def test_whether_a_client_is_there_is_known_while_others_come_and_go():
     switch_s = sys.getswitchinterval()
-    with running(over_tcp) as (_, server_, address), ThreadPoolExecutor(1) as pool:
+    with running(over_tcp()) as host:
 
         def come_and_go():
             for _ in range(300):
-                session_with(address).close()
+                session_with(host).close()
 
         sys.setswitchinterval(1e-6)
         try:
-            others = pool.submit(come_and_go)
-            while not others.done():
-                server_.has_clients()
+            others = Background(come_and_go)
+            while others.running:
+                host.server.has_clients()
         finally:
             sys.setswitchinterval(switch_s)
         others.result()
 
 
-def test_closing_ends_the_calls_of_other_threads(hosted):
-    host, _, address = hosted
-    session = session_with(address)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(session.call, "hold", soon(), Hold())
-        assert host.held.wait(LONG_S)
-        session.close()
-        with pytest.raises(ClientClosedError):
-            waiting.result()
+def test_closing_ends_the_calls_of_other_threads(host, session):
+    waiting = held_up(host, session)
+    session.close()
+    with pytest.raises(ClientClosedError):
+        waiting.result()
     with pytest.raises(ClientClosedError):
         partitions(session)
 
 
-def test_a_call_that_ends_after_its_session_leaves_no_connection(hosted):
-    session = session_with(hosted[2])
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(session.call, "echo", soon(), Echo(b"a"), receive=lambda reply, fill: session.finish())
-        asking.result()
+def test_a_call_that_ends_after_its_session_leaves_no_connection(session):
+    session.call("echo", soon(), Echo(b"a"), receive=lambda reply, fill: session.finish())
     assert not session._idle
 
 
-def test_a_call_that_waits_long_watches_the_host(hosted, monkeypatch):
+def test_a_call_that_waits_long_watches_the_host(host, monkeypatch):
     monkeypatch.setattr("dataplane_core.hosting.session._PATIENCE_S", 0.01)
-    host, _, address = hosted
 
     def check():
         if host.held.is_set() and not host.go_on.is_set():  # only then: any answer may take longer than that
             raise BackendUnavailableError("the host is dead.")
 
-    with contextlib.closing(session_with(address, watch=lambda: check)) as session:
+    with contextlib.closing(session_with(host, watch=lambda: check)) as session:
         with pytest.raises(BackendUnavailableError, match="is dead"):
             session.call("hold", soon(), Hold())
         host.go_on.set()
         assert session.call("echo", soon(), Echo(b"a")) == b"a"
 
 
-def test_use_after_a_fork_is_refused_and_leaves_the_parents_session(hosted):
-    session = session_with(hosted[2])
+def test_use_after_a_fork_is_refused_and_leaves_the_parents_session(session):
     child = os.fork()
     if child == 0:
         try:
@@ -308,12 +303,10 @@ def test_use_after_a_fork_is_refused_and_leaves_the_parents_session(hosted):
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert partitions(session) == []
-    session.close()
 
 
-def test_a_session_ends_with_its_process_although_a_fork_lives_on(hosted):
-    host, _, address = hosted
-    session = session_with(address)
+def test_a_session_ends_with_its_process_although_a_fork_lives_on(host):
+    session = session_with(host)
     (forked, tell), (wait, end) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -329,18 +322,13 @@ def test_a_session_ends_with_its_process_although_a_fork_lives_on(hosted):
     os.waitpid(child, 0)
 
 
-def test_pins_that_end_while_all_sockets_are_in_use_are_released_by_the_call_that_ends(hosted):
-    host, _, address = hosted
-    session = session_with(address)
-    with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(session.call, "hold", soon(), Hold())
-        assert host.held.wait(LONG_S)
-        session.release(1)
-        assert session._unreleased
-        host.go_on.set()
-        busy.result()
+def test_pins_that_end_while_all_sockets_are_in_use_are_released_by_the_call_that_ends(host, session):
+    busy = held_up(host, session)
+    session.release(1)
+    assert session._unreleased
+    host.go_on.set()
+    busy.result()
     assert not session._unreleased
-    session.close()
 
 
 # --- strangers --------------------------------------------------------------------------------------------------------
@@ -348,63 +336,55 @@ def test_pins_that_end_while_all_sockets_are_in_use_are_released_by_the_call_tha
 
 @pytest.mark.parametrize("garbage", [bytes(range(64)), b"GET / HTTP/1.1\r\n\r\n", encode(Hello(VERSION))])
 def test_who_does_not_know_the_token_is_not_served(garbage):
-    with running(over_tcp) as (_, _, address), socket.create_connection((address.ip, address.port)) as channel:
+    with running(over_tcp()) as host, connection_to(host) as channel:
         channel.sendall(garbage)
         assert ended(channel)
 
 
 def test_a_host_that_does_not_know_the_token_is_not_believed():
-    with running(over_tcp) as (_, server_, address):
-        server_._token = server_._token[: sessions.HALF_BYTES] + os.urandom(sessions.HALF_BYTES)
+    with running(over_tcp()) as host:
+        host.server._token = host.server._token[: sessions.HALF_BYTES] + os.urandom(sessions.HALF_BYTES)
         with pytest.raises(LostReplyError, match="does not know the token"):
-            session_with(address)
+            session_with(host)
 
 
 @pytest.mark.parametrize("certificate", ["", "another"])
 def test_who_does_not_know_the_certificate_gets_no_answer(certificate):
-    with running(over_tls) as (_, _, address):
-        _, other = server.new_tls(address.ip)
+    with running(over_tls()) as host:
+        _, other = server.new_tls(host.address.ip)
         with pytest.raises(BackendUnavailableError):
-            session_with(replace(address, certificate=certificate and other))
+            session_with(host, address=replace(host.address, certificate=certificate and other))
 
 
 @pytest.mark.parametrize("place", [over_tcp, over_tls])
 def test_who_says_nothing_is_dropped_in_time(monkeypatch, place):
     monkeypatch.setattr(server, "_GREETING_S", 0.0)
-    with running(place) as (_, _, address), socket.create_connection((address.ip, address.port)) as channel:
+    with running(place()) as host, connection_to(host) as channel:
         assert ended(channel)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="this machine has no IPv6")
 def test_an_ipv6_address_is_reached():
-    with running(lambda: over_tcp("::1")) as (_, _, address):
-        session = session_with(address)
+    with running(over_tcp("::1")) as host, contextlib.closing(session_with(host)) as session:
         assert partitions(session) == []
-        session.close()
 
 
-def test_what_is_no_request_ends_only_its_connection(hosted):
-    session = session_with(hosted[2])
+def test_what_is_no_request_ends_only_its_connection(session):
     channel = session._take("the test's", soon())
     channel.sendall(bytes([2, 0, 0, 0, 250, 250]))
     assert ended(channel)
     channel.close()
     assert partitions(session) == []
-    session.close()
 
 
-def test_a_session_with_a_key_of_another_host_is_refused(hosted):
-    _, _, address = hosted
-    session = session_with(address)
+def test_a_session_with_a_key_of_another_host_is_refused(session):
     session.welcome.key = "of another"
     with pytest.raises(LostReplyError):
         partitions(session)
-    session.close()
 
 
-def test_a_client_that_reads_slowly_and_sends_by_halves_gets_all_and_keeps_nobody_waiting(hosted):
-    slow, other = session_with(hosted[2]), session_with(hosted[2])
-    channel = slow._take("the test's", soon())
+def test_a_client_that_reads_slowly_and_sends_by_halves_gets_all_and_keeps_nobody_waiting(session, other):
+    channel = session._take("the test's", soon())
     message = TestHost.messages.encode_request(Echo(bytes(16_000_000)))  # more than the sockets hold
     channel.sendall(message + message[:1000])
     assert other.call("echo", soon(), Echo(b"quick")) == b"quick"
@@ -413,8 +393,6 @@ def test_a_client_that_reads_slowly_and_sends_by_halves_gets_all_and_keeps_nobod
     while left:
         left -= len(channel.recv(left))
     channel.close()
-    for each in (slow, other):
-        each.close()
 
 
 def test_a_socket_whose_queue_is_full_is_waited_for(tmp_path):
@@ -440,7 +418,7 @@ def test_what_listens_and_speaks_something_else_is_an_error():
                 channel.recv(1000)
                 channel.sendall(encode({"no": "welcome"}))
 
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(speak)
-            with pytest.raises(BackendError, match="cannot read"):
-                Session(TcpAddress("127.0.0.1", listener.getsockname()[1], b""), Messages(), soon(), failure)
+        speaking = Background(speak)
+        with pytest.raises(BackendError, match="cannot read"):
+            Session(TcpAddress("127.0.0.1", listener.getsockname()[1], b""), Messages(), soon(), failure)
+        speaking.result()

@@ -78,18 +78,6 @@ def test_what_is_no_request_is_refused(message):
 
 
 @pytest.mark.parametrize(
-    "request_",
-    [
-        commands.AckRequest("p", "t", ["a"], []),
-        commands.ClaimRequest("p", "t", ["x"], 0, all_or_nothing=True, lease_s=None, token="k"),
-    ],
-)
-def test_a_request_whose_parts_do_not_fit_is_refused(request_):
-    with pytest.raises(InvalidRequestError):
-        MESSAGES.decode_request(MESSAGES.encode_request(request_)[4:])
-
-
-@pytest.mark.parametrize(
     "message",
     [
         *(b"", b"\x00", b"\x00\xa1\xff", b"\x01\x93\xa1x\xa1y\x80", b"\x01\x93\xa8preview \xa1y\x80", b"\x01\xc1"),

@@ -1,19 +1,20 @@
 """The commands as objects: they travel, cannot be changed, and forged ones are refused before they run."""
 
 import pickle
+from functools import partial
 
 import pytest
-from ledgers import begin, ledger, register
+from ledgers import begin, claim, ledger, register
 from msgspec.structs import replace
 
 from dataplane_core.errors import InvalidRequestError, UnknownPartitionError
 from dataplane_core.hosting import Messages
 from dataplane_core.ledger import Command, Ledger, LedgerService, commands
 from dataplane_core.ledger.state import pack_state
-from dataplane_core.spec import ClientInfo, FieldSpec
+from dataplane_core.spec import ClientInfo
 
 PUT = begin(["a"], tags=[{"n": 1}], write_id=1)
-CLAIM = commands.ClaimRequest("p", "t", ["x"], 1, all_or_nothing=False, lease_s=5.0, token="k", holder="h")
+CLAIM = claim(all_or_nothing=False, lease_s=5.0, token="k", holder="h")
 ONE_OF_EACH = [
     register(),
     commands.DescribeRequest("p"),
@@ -73,30 +74,16 @@ def test_a_command_cannot_be_changed_and_a_stranger_is_refused():
 # --- forged ones ------------------------------------------------------------------------------------------------------
 
 MESSAGES = Messages()
-X = FieldSpec("tensor", "int64", 1)
-
-
-def a_put(**others):
-    made = {"sample_ids": ["a", "b"], "specs": {"x": X, "y": X}, "write_id": 1, "ttl_s": 9.0}
-    return commands.BeginPut("p", **{**made, "writes": [commands.Write(["x", "y"], [8, 8])], **others})
-
-
-def a_claim(**others):
-    made = {"all_or_nothing": False, "lease_s": 5.0, "token": "k", **others}
-    return commands.ClaimRequest("p", "t", ["x"], made.pop("batch_size", 2), **made)
-
-
-def read(command):
-    """The command, as a host reads it from a socket."""
-    return MESSAGES.decode_request(MESSAGES.encode_request(command)[4:])
+#: What they differ from.
+a_put, a_claim = partial(replace, begin(["a", "b"], "xy", write_id=1)), partial(replace, CLAIM)
 
 
 def together(row_bytes):
     return a_put(writes=[commands.Write(["x", "y"], row_bytes)])
 
 
-def apart(row_bytes, positions, fields=("y",), others=("x",)):
-    return a_put(writes=[commands.Write(list(others), [8, 8]), commands.Write(list(fields), row_bytes, positions)])
+def apart(row_bytes, positions, fields=("y",)):
+    return a_put(writes=[commands.Write(["x"], [8, 8]), commands.Write(list(fields), row_bytes, positions)])
 
 
 FORGED = [
@@ -114,7 +101,7 @@ FORGED = [
     apart([8], None),
     apart([8, 8], None, ["z"]),
     apart([8, 8], None, ["x", "y"]),
-    apart([8, 8], None, ["x", "y"], []),
+    a_put(writes=[commands.Write([], [8, 8]), commands.Write(["x", "y"], [8, 8])]),
     a_put(specs={}),
     commands.RegisterRequest("p", [], -1, [], None, {}, "e"),
     commands.RegisterRequest("p", [], None, [], 0, {}, "e"),
@@ -139,7 +126,7 @@ FORGED = [
 @pytest.mark.parametrize("command", FORGED, ids=lambda command: command.op)
 def test_a_command_whose_parts_do_not_fit_is_refused(command):
     with pytest.raises(InvalidRequestError, match=r"refused|is no request|tag_filter"):
-        read(command)
+        MESSAGES.decode_request(MESSAGES.encode_request(command)[4:])  # as a host reads it from a socket
 
 
 def test_a_write_id_is_used_once():

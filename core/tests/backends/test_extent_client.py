@@ -91,8 +91,8 @@ class Unit:
         return self._watcher.call("memory", soon(), Memory())
 
 
-def soon(seconds: float = WAIT_S) -> float:
-    return time.monotonic() + seconds
+def soon() -> float:
+    return time.monotonic() + WAIT_S
 
 
 @pytest.fixture
@@ -120,22 +120,20 @@ def columns_of(lengths, seed=0):
     }
 
 
-def plan(columns):
-    return list(columns.values())
-
-
 def block(size, value=1):
     """The columns of a write of one row."""
     return [torch.full((1, size), value, dtype=torch.uint8)]
 
 
-def part(write_id, slots, positions, rows):
-    """Rows of a write for a read, as a ledger locates them."""
-    return commands.Part(write_id, tuple(slots), tuple(slots.values()), list(rows), list(positions))
+def get(unit, write_id, positions, specs=SPECS):
+    """Rows of a write, as a ledger locates them."""
+    slots = [SLOTS.get(name, 0) for name in specs]
+    part = commands.Part(write_id, tuple(specs), tuple(slots), list(range(len(positions))), list(positions))
+    return read_stored(specs, unit.get([part], specs, soon()), len(positions))
 
 
-def get(unit, reads, num_rows, specs=SPECS):
-    return read_stored(specs, unit.get(reads, specs, soon()), num_rows)
+def put(client, write_id, columns):
+    client.put({write_id: list(columns)}, soon())
 
 
 def rows(columns, name):
@@ -163,27 +161,27 @@ def test_rows_come_back_bit_for_bit(unit, path, lengths):
     """Whole, in another order, some of them, and repeated ones."""
     client, columns = unit.client(path), columns_of(lengths)
     assert client.path == path
-    client.put({7: plan(columns)}, soon())
+    put(client, 7, columns.values())
     count = len(lengths)
     random = np.random.default_rng(0).permutation(count).tolist()
     for wanted in (list(range(count)), random, random[: count // 2 + 1], [*random, *random[:2]]):
-        assert_rows(get(client, [part(7, SLOTS, wanted, range(len(wanted)))], len(wanted)), columns, wanted)
-    one = get(client, [part(7, {"ragged": 2}, [count - 1], [0])], 1, {"ragged": SPECS["ragged"]})
+        assert_rows(get(client, 7, wanted), columns, wanted)
+    one = get(client, 7, [count - 1], {"ragged": SPECS["ragged"]})
     assert torch.equal(rows(one, "ragged")[0], rows(columns, "ragged")[-1])
 
 
 def test_a_full_host_says_so_and_leaves_nothing(unit, path):
     client = unit.client(path)
     half = block(ARENA_BYTES * 5 // 8, 0)
-    client.put({1: half}, soon())
+    put(client, 1, half)
     with pytest.raises(CapacityExceededError) as error:
-        client.put({2: half}, soon())
+        put(client, 2, half)
     assert error.value.retryable
     with pytest.raises(CapacityExceededError) as error:
-        client.put({3: block(2 * ARENA_BYTES, 0)}, soon())
+        put(client, 3, block(2 * ARENA_BYTES, 0))
     assert not error.value.retryable
     client.drop([(1, 0)], soon())
-    client.put({4: half}, soon())
+    put(client, 4, half)
 
 
 def begun(unit, path, write_id=1, size=1 << 20):
@@ -199,13 +197,13 @@ def begun(unit, path, write_id=1, size=1 << 20):
 
 def test_a_put_ends_with_its_session_unless_it_is_written_whole(unit, path):
     client, columns = unit.client(path), columns_of([50_000])
-    client.put({7: plan(columns)}, soon())
+    put(client, 7, columns.values())
     client.session.close()
     held = unit.memory().held_bytes
     session, _ = begun(unit, path)
     session.close()
     eventually(lambda: unit.memory()[1:3] == (held, 0), WAIT_S)
-    assert_rows(get(unit.client(path), [part(7, SLOTS, [0], [0])], 1), columns, [0])
+    assert_rows(get(unit.client(path), 7, [0]), columns, [0])
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -225,13 +223,13 @@ def test_bytes_that_stop_in_the_middle_leave_nothing_once_the_put_is_dropped_or_
         return
     other.drop([(1, 0)], soon())
     assert unit.memory()[1:3] == (0, 0)
-    other.put({2: block(1 << 20, 0)}, soon())
+    put(other, 2, block(1 << 20, 0))
     with contextlib.suppress(OSError):
         channel.sendall(b"\7" * 10_000)
     with contextlib.suppress(ConnectionResetError):
         assert channel.recv(1) == b""
     channel.close()
-    found = get(other, [part(2, {"x": 0}, [0], [0])], 1, {"x": FieldSpec("tensor", "uint8", 1)})
+    found = get(other, 2, [0], {"x": FieldSpec("tensor", "uint8", 1)})
     assert not found["x"].any()
 
 
@@ -244,14 +242,14 @@ def test_memory_that_a_client_writes_to_is_nobody_elses_though_the_put_is_given_
         others.drop([(1, 0)], soon())  # by another client, or another thread of this one
         client.drop([(1, 0)], soon())
         with pytest.raises(CapacityExceededError):
-            others.put({2: made}, soon())
+            put(others, 2, made)
 
     monkeypatch.setattr(extent_client, "copy_arrays", late)
     with pytest.raises(StalePartitionError, match="given up before it was written"):
-        client.put({1: made}, soon())
+        put(client, 1, made)
     monkeypatch.undo()
     eventually(lambda: unit.memory().pinned_bytes == 0, WAIT_S)
-    others.put({2: made}, soon())
+    put(others, 2, made)
 
 
 def test_a_put_that_comes_after_its_drop_is_refused(unit, path, monkeypatch):
@@ -262,7 +260,7 @@ def test_a_put_that_comes_after_its_drop_is_refused(unit, path, monkeypatch):
     assert list(unit.server._host._late) == [5, 6]
     for size in (10, 1 << 20):
         with pytest.raises(BackendError, match="dropped before it came"):
-            client.put({5: block(size)}, soon())
+            put(client, 5, block(size))
     assert unit.memory()[1:3] == (0, 0)
 
 
@@ -289,7 +287,7 @@ def test_requests_in_the_wrong_order_are_refused(unit):
 
 def test_who_asks_again_before_it_has_taken_the_bytes_of_a_reply_is_served_no_more(unit):
     session = unit.session("wire")
-    unit.client("memory").put({1: block(ARENA_BYTES // 2)}, soon())  # more than a connection holds
+    put(unit.client("memory"), 1, block(ARENA_BYTES // 2))  # more than a connection holds
     channel = session._take("fetch", soon())
     channel.sendall(2 * ExtentHost.messages.encode_request(Fetch([(1, [0], [0])])))
     eventually(lambda: unit.memory().pinned_bytes == 0, WAIT_S)
@@ -298,7 +296,7 @@ def test_who_asks_again_before_it_has_taken_the_bytes_of_a_reply_is_served_no_mo
 
 def test_a_write_of_too_many_rows_is_refused(unit, path):
     with pytest.raises(InvalidRequestError, match="16777216"):
-        unit.client(path).put({1: [torch.zeros((1 << 24) + 1, dtype=torch.bool)]}, soon())
+        put(unit.client(path), 1, [torch.zeros((1 << 24) + 1, dtype=torch.bool)])
 
 
 # --- a host in a folder -----------------------------------------------------------------------------------------------
@@ -309,25 +307,25 @@ def test_rows_that_were_written_whole_come_back_and_those_that_do_not_exist_go(t
     life, columns = Unit(folder=tmp_path), columns_of(lengths)
     client = life.client(path)
     for write_id in (1, 2, 3):
-        client.put({write_id: plan(columns)}, soon())
+        put(client, write_id, columns.values())
     client.drop([(2, 0), (3, 0), (3, 1), (3, 2)], soon())
     client.session.call("begin", soon(), Allocate([Wanted(4, Layout([]), 3)]))
     life.end()
     with pytest.raises(BackendUnavailableError):
-        get(client, [part(1, SLOTS, [0], [0])], 1)
+        get(client, 1, [0])
     life = Unit(folder=tmp_path)
     client = life.client(path)
     for write_id, rows in ((1, [2, 1, 0]), (2, [2, 1])):
-        assert_rows(get(client, [part(write_id, SLOTS, rows, range(len(rows)))], len(rows)), columns, rows)
+        assert_rows(get(client, write_id, rows), columns, rows)
     client.session.call("retain", soon(), Retain({1: [0, 1, 2], 2: [1, 2]}))
-    assert_rows(get(client, [part(1, SLOTS, [0], [0])], 1), columns, [0])
-    for gone in ((2, 0), (3, 0), (4, 0)):
+    assert_rows(get(client, 1, [0]), columns, [0])
+    for gone in (2, 3, 4):
         with pytest.raises(RefsGoneError) as error:
-            client.get([part(gone[0], SLOTS, [gone[1]], [0])], SPECS, soon())
-        assert list(error.value.refs) == [gone]
-    client.put({5: plan(columns)}, soon())
+            get(client, gone, [0])
+        assert list(error.value.refs) == [(gone, 0)]
+    put(client, 5, columns.values())
     client.session.call("retain", soon(), Retain({}))  # of a put that came since, it says nothing
-    assert_rows(get(client, [part(5, SLOTS, [0], [0])], 1), columns, [0])
+    assert_rows(get(client, 5, [0]), columns, [0])
     life.end()
 
 
@@ -335,8 +333,8 @@ def test_a_writer_and_views_that_outlive_their_host_meet_no_bytes_of_others(tmp_
     """It stops in the middle of its copy, the host ends, and the next one gives memory to others."""
     life, columns = Unit(folder=tmp_path), columns_of([100_000, 2, 3])
     late, viewer = life.client("memory"), life.client("memory", views=True)
-    viewer.put({9: plan(columns)}, soon())
-    views = get(viewer, [part(9, SLOTS, range(3), range(3))], 3)
+    put(viewer, 9, columns.values())
+    views = get(viewer, 9, range(3))
     stops, goes_on = threading.Event(), threading.Event()
 
     def copy_later(copies, threads, copied):
@@ -346,7 +344,7 @@ def test_a_writer_and_views_that_outlive_their_host_meet_no_bytes_of_others(tmp_
 
     with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patched:
         patched.setattr(extent_client, "copy_arrays", copy_later)
-        put = pool.submit(late.put, {1: plan(columns_of([100_000, 2, 3], seed=1))}, soon())
+        writing = pool.submit(put, late, 1, columns_of([100_000, 2, 3], seed=1).values())
         assert stops.wait(WAIT_S)
         patched.undo()
         life.end()
@@ -354,12 +352,11 @@ def test_a_writer_and_views_that_outlive_their_host_meet_no_bytes_of_others(tmp_
         client = life.client("memory")
         client.drop([(9, position) for position in range(3)], soon())
         for write_id in (2, 3, 4):
-            client.put({write_id: plan(columns_of([100_000, 2, 3], seed=2))}, soon())
+            put(client, write_id, columns_of([100_000, 2, 3], seed=2).values())
         goes_on.set()
         with pytest.raises(BackendUnavailableError):
-            put.result(WAIT_S)
+            writing.result(WAIT_S)
     for write_id in (2, 3, 4):
-        found = get(client, [part(write_id, SLOTS, range(3), range(3))], 3)
-        assert_rows(found, columns_of([100_000, 2, 3], seed=2), range(3))
+        assert_rows(get(client, write_id, range(3)), columns_of([100_000, 2, 3], seed=2), range(3))
     assert_rows(views, columns, range(3))
     life.end()

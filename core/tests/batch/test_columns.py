@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
-from token_rows import jagged as jagged_rows, rows_of
+from token_rows import jagged, rows_of
 
 from dataplane_core import materialize, pack_jagged_fields
 from dataplane_core.batch import BatchedDataDict, columns, read_columns, response_from_nested, stack_or_nest
@@ -17,11 +17,6 @@ from dataplane_core.errors import InvalidRequestError, InvalidTypeError
 from dataplane_testkit._columns import check_column, random_cells
 
 LENGTHS = [3, 0, 5, 1]
-
-
-def jagged(*trailing, dtype=torch.float32):
-    padded = torch.arange(1, 1 + 20 * torch.Size(trailing).numel()).view(4, 5, *trailing).to(dtype)
-    return to_nested_by_length(padded, LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +59,7 @@ def test_only_declared_fields_are_packed_and_none_without_lengths():
 
 
 def test_pad_values_go_by_field_and_default_to_zero():
-    batch = materialize({"ids": jagged(dtype=torch.int64), "logprobs": jagged()}, pad_value_dict={"ids": -100})
+    batch = materialize({"ids": jagged(LENGTHS).long(), "logprobs": jagged(LENGTHS)}, pad_value_dict={"ids": -100})
     assert isinstance(batch, BatchedDataDict)
     assert batch["ids"][1].tolist() == [-100] * 5
     assert batch["logprobs"][1].tolist() == [0] * 5
@@ -114,7 +109,7 @@ REAL = sorted((dtype for dtype in ALL_DTYPES if not dtype.is_complex), key=str)
 
 
 def test_each_kind_of_column_has_its_form_in_numpy(client):
-    fields = {"tokens": jagged_rows([3, 0, 2]).long(), "deep": torch.rand(3, 2, 2), "text": ["a", None, "b"]}
+    fields = {"tokens": jagged([3, 0, 2]).long(), "deep": torch.rand(3, 2, 2), "text": ["a", None, "b"]}
     meta = client.put_samples(IDS, "train", fields)
     read = client.get_data(meta)
     arrays = to_numpy(read)
@@ -168,7 +163,7 @@ def test_complex_numbers_are_numpys_and_not_arrows(dtype):
 
 def test_the_schema_does_not_depend_on_the_rows():
     equal = {"tokens": torch.zeros(2, 3), "images": torch.zeros(2, 1, 4, 5)}
-    ragged = {"tokens": jagged_rows([3, 0]), "images": jagged_rows([2, 1], 4, 5)}
+    ragged = {"tokens": jagged([3, 0]), "images": jagged([2, 1], 4, 5)}
     empty = {"tokens": torch.zeros(0, 3), "images": torch.zeros(0, 1, 4, 5)}
     tables = [to_arrow(columns) for columns in (equal, ragged, empty)]
     for table in tables:

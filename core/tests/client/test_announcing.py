@@ -134,10 +134,6 @@ def test_a_client_announces_its_calls_and_phases(opened):
 # --- phases, nested, in threads and tasks -----------------------------------------------------------------------------
 
 
-def names(phases):
-    return [each.name for each in phases.announced(0.0)]
-
-
 def told(phases):
     return [(each.name, list(each.groups)) for each in phases.announced(0.0)]
 
@@ -180,7 +176,7 @@ async def test_each_task_has_its_own_and_none_of_the_groups_of_a_phase_that_it_o
     with within("generate", "q1"):
         task = asyncio.create_task(upload())  # within this phase
         await inside.wait()
-        assert names(phases) == ["upload"]
+        assert told(phases) == [("upload", ["q1"])]
     leave.set()
     await task
 
@@ -197,7 +193,7 @@ def test_a_phase_has_a_name_and_its_groups_a_partition_and_who_does_not_announce
             with pytest.raises(error):
                 client.phase(name, **more)
         with client.phase("generate"):
-            assert names(client._connection.phases) == []
+            assert told(client._connection.phases) == []
 
 
 def test_work_begins_while_another_thread_begins_some():

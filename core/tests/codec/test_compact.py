@@ -19,7 +19,7 @@ from dataplane_core.codec.compact import LEAST_BYTES
 from dataplane_core.codec.rows import cell_nbytes
 from dataplane_core.errors import BackendError, FrameError
 from dataplane_core.spec import FieldSpec, SharedRows, WireFormat
-from dataplane_testkit._columns import bits
+from dataplane_testkit._columns import bits, jagged
 
 FRAMES = WireFormat(bytes=True, shared_rows=True)
 JAGGED = WireFormat(shared_rows=True, narrow=True)
@@ -131,10 +131,6 @@ def rows_of(column):
 
 def lazy(rows):
     return as_columns("put", LazyStackedTensorDict(*[TensorDict({"x": row}, batch_size=[]) for row in rows]), len(rows))
-
-
-def jagged(rows):
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 FORMS = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 from framing import FRAMES, frame_column
 from tensordict import NonTensorData, NonTensorStack, TensorDict
+from token_rows import jagged
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dataplane_core.codec import as_columns, decode_columns, encode_columns, encode_item, num_rows
@@ -19,12 +20,6 @@ FLOATS = FieldSpec.of_cells(torch.float32, (0,))
 DEEP = FieldSpec.of_cells(torch.float32, (0, 2))
 SCALARS = FieldSpec.of_cells(torch.float32, ())
 OBJECTS = FieldSpec.of_objects()
-
-
-def jagged(lengths, *trailing):
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    values = torch.arange(float(offsets[-1]) * torch.Size(trailing).numel())
-    return torch.nested.nested_tensor_from_jagged(values.view(-1, *trailing), offsets)
 
 
 def ragged(lengths, *trailing):

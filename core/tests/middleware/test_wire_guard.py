@@ -1,6 +1,7 @@
 """The wire guard: what was put comes back, and what was not is caught and named, on every form of the wire."""
 
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -87,19 +88,11 @@ def flip_a_bit(client, name, row):
         byte_array(column[row]["image"])[3] ^= 1
 
 
-def rows_of(column):
-    return [row.tolist() for row in column.unbind()]
-
-
 def swap(column, one, other):
     if isinstance(column, torch.Tensor):
         column[[one, other]] = column[[other, one]]
     else:
         column[one], column[other] = column[other], column[one]
-
-
-def flips(name, row):
-    return lambda client: flip_a_bit(client, name, row)
 
 
 def swaps_rows(*names):
@@ -115,8 +108,11 @@ def swaps_fields(client):
 
 #: What happens to the samples in the store; and the cells that are not what was put.
 DAMAGE = {
-    **{f"a bit of {name}": (flips(name, 0), {"a": (name,)}) for name in ("tokens", "dense", "reward", "mask", "items")},
-    "a bit of a checksum": (flips("~xxh3.reward", 1), {"b": ("reward",)}),
+    **{
+        f"a bit of {name}": (partial(flip_a_bit, name=name, row=0), {"a": (name,)})
+        for name in ("tokens", "dense", "reward", "mask", "items")
+    },
+    "a bit of a checksum": (partial(flip_a_bit, name="~xxh3.reward", row=1), {"b": ("reward",)}),
     "swapped rows": (swaps_rows("dense"), {"a": ("dense",), "c": ("dense",)}),
     "swapped rows and checksums": (swaps_rows("dense", "~xxh3.dense"), {"a": ("dense",), "c": ("dense",)}),
     "swapped fields": (swaps_fields, dict.fromkeys(IDS, ("dense", "other"))),
@@ -143,7 +139,7 @@ def test_cells_are_checked_that_were_put_before_the_type_of_their_field_was_know
     guarded.put_samples(["a"], "p", {"reward": [1], "tokens": [[]]})
     guarded.put_samples(["b"], "p", {"reward": [0.5], "tokens": [[2]]})
     back = guarded.get_samples(["b", "a"], "p", ["reward", "tokens"])
-    assert (back["reward"].tolist(), rows_of(back["tokens"])) == ([0.5, 1.0], [[2], []])
+    assert (back["reward"].tolist(), [row.tolist() for row in back["tokens"].unbind()]) == ([0.5, 1.0], [[2], []])
     guarded.put_samples(["c"], "p", {"more": [7]})
     guarded.put_samples(["d"], "p", {"more": torch.tensor([8])})
     assert guarded.get_samples(["c", "d"], "p", ["more"])["more"].tolist() == [7, 8]

@@ -48,6 +48,7 @@ def holds(ray_address):
             return ast.literal_eval(system.stdout.readline())
 
         yield ask
+        system.kill()  # Ray waits for ever in the exit of some drivers, for a thread of its own
 
 
 class TransferQueueCase(StoresRows):

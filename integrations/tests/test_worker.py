@@ -51,7 +51,7 @@ def test_preprocess_sees_worker_and_batch_and_its_result_is_returned(worker, wri
         ("auto", None),
         ("independent", None),
         ("leader_broadcast", "'leader_broadcast', and ToyWorker has no replica group"),
-        ("leader", "fetch_policy is 'leader'"),
+        ("leader", "fetch_policy must be one of 'auto', .*, got 'leader'"),
     ],
 )
 def test_a_rank_without_siblings_reads_under_every_policy_but_a_broadcast(worker, write_rows, policy, refused):

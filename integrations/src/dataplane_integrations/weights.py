@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dataplane_core import DataPlaneClient
 from dataplane_core.arguments import Count, Index, check_dict, checked_as
+from dataplane_core.codec import object_column
 from dataplane_core.errors import (
     ClaimTimeoutError,
     CorruptDataError,
@@ -292,9 +293,7 @@ def _column(value: Any) -> Any:
         return value.detach().unsqueeze(0)
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value[None]
-    column = np.empty(1, dtype=object)
-    column[0] = value
-    return column
+    return object_column([value])
 
 
 def _is_own(field: str) -> bool:

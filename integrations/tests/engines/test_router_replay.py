@@ -156,7 +156,7 @@ REFUSALS = {
     "half": "row 0, token 2, layer 0 names some experts and lacks others: [1, -1]",
     "a gap": "row 0, token 1, layer 0 names no expert: [-1, -1]",
     "a gap in jagged rows": "row 1, token 1, layer 0 names no expert",
-    "what to do": "missing is 'fill'. Expected 'router' or 'refuse'",
+    "what to do": "missing must be one of 'router', 'refuse', got 'fill'",
 }
 
 

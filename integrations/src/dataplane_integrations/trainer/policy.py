@@ -391,7 +391,8 @@ class DataPlanePolicy:
             self._flops_tracker.reset()
 
     def train_microbatch_from_meta(self, meta: KVBatchMeta, timer: Timer | None = None) -> None:
-        """The workers accumulate the gradients of one portion of the open step. Takes what `train_from_meta` takes.
+        """The workers accumulate the gradients of one portion of the open step. ``meta`` and ``timer`` are those of
+        `train_from_meta`.
 
         Raises:
             InvalidRequestError: No step is open, or the rows cannot be sharded (see `shard_meta_for_dp`). The rows are

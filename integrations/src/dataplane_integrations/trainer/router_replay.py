@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dataplane_core.arguments import checked_as
 from dataplane_core.codec import jagged_parts
 from dataplane_core.errors import InvalidRequestError, UnsupportedOperationError
 
@@ -127,8 +128,7 @@ class RoutingReplay:
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], missing: MissingRoutes = "router") -> None:
-        if missing not in ("router", "refuse"):
-            raise InvalidRequestError(f"router replay refused: missing is {missing!r}. Expected 'router' or 'refuse'.")
+        self._missing: MissingRoutes = checked_as("RoutingReplay: missing", MissingRoutes, missing)
         config = model_config(model)
         self._layers = [_LayerRouting(router) for router in _routers(model)]
         self._moe_layers = _moe_layer_numbers(config) if getattr(config, "num_moe_experts", None) else []
@@ -148,7 +148,6 @@ class RoutingReplay:
                 "experts of a later microbatch. Expected recompute_granularity=None, or no pipeline parallelism."
             )
         self._config = config
-        self._missing = missing
         for layer in self._layers:
             layer.router.router_replay = layer
 

@@ -80,7 +80,8 @@ class PolicyWorker(Protocol):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> Mapping[str, Any]:
-        """Trains on this data-parallel rank's rows; see `DataPlanePolicy.train_from_meta` for the keys it returns."""
+        """Trains on this data-parallel rank's rows. `DataPlanePolicy.train_from_meta` says what the arguments mean, and
+        which keys it returns."""
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> Mapping[str, Any]:
         """Returns ``logprobs`` (N, S), under the current policy.
@@ -219,11 +220,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             InvalidRequestError: The replica group's first rank is not the one that is 0 on every replicated axis; or
                 ``leader_broadcast`` without a replica group.
         """
-        if fetch_policy not in ("auto", "independent", "leader_broadcast"):
-            raise InvalidRequestError(
-                f"_fetch refused: fetch_policy is {fetch_policy!r}. Expected 'auto', 'independent' or "
-                "'leader_broadcast'."
-            )
+        checked_as("_fetch: fetch_policy", FetchPolicy, fetch_policy)
         group = None if fetch_policy == "independent" else self._siblings()
         if group is None and fetch_policy == "leader_broadcast":
             raise InvalidRequestError(
@@ -256,7 +253,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             )
 
     def _read(self, meta: KVBatchMeta, dp_aligned: bool) -> _Rows:
-        """Reads the rows unpadded. Returns them and the arguments of `pad_columns`, so that all ranks pad alike."""
+        """Reads the rows unpadded, and says how to pad them, so that all ranks pad alike."""
         padding: dict[str, Any] = {
             # 0 is the number of an expert
             "pad_value_dict": {ROUTED_EXPERTS_FIELD: -1, **self._pad_value_dict()},
@@ -287,13 +284,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _attach_or_repack_pack_metadata(
         self, data: BatchedDataDict, meta: KVBatchMeta, stage: Stage = "train", gbs: int | None = None
     ) -> tuple[BatchedDataDict, KVBatchMeta]:
-        """Attaches a microbatch plan to fetched rows: the driver's if ``meta`` has one, else a plan made here.
-
-        Args:
-            data: The rows of ``meta``, in its order.
-            meta: The rows' meta.
-            stage: What the rows are for.
-            gbs: Global batch size in rows; None: all rows are one batch.
+        """Attaches a microbatch plan to the fetched rows of ``meta``: the driver's if it has one, else one made here.
 
         Returns:
             The rows with their plan, and the meta in the same order. A plan made here changes the order.
@@ -313,10 +304,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _planned(
         self, data: BatchedDataDict, stage: Stage, gbs: int | None
     ) -> tuple[BatchedDataDict, list[int] | None]:
-        """Plans microbatches from ``self.cfg`` (see `Batching.from_config`). Without such settings, changes nothing.
-
-        Returns the rows with their plan, and their order; None: it is as it was.
-        """
+        """Plans microbatches, if ``self.cfg`` has settings for that. Returns the rows with their plan, and their order;
+        None: it is as it was."""
         batching = Batching.from_config(getattr(self, "cfg", None) or {})
         if not batching.plans:
             return data, None
@@ -346,8 +335,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
             meta: The rows. Token-aligned fields need its ``sequence_lengths``. A row that repeats is written once.
             fields: Columns of N rows: tensors, or object columns. Token-aligned columns may be padded beyond the
                 longest row, as by sequence parallelism.
-            token_aligned_fields: Which of ``fields`` to cut to the rows' lengths; None: those in the attribute
-                ``token_aligned_fields``.
+            token_aligned_fields: Which of ``fields`` to cut to the rows' lengths; None: those in the attribute of that
+                name.
 
         Raises:
             InvalidRequestError: A column does not have one row per sample id, or the meta has no lengths.
@@ -362,13 +351,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _write_back_result_field(
         self, meta: KVBatchMeta, result: Mapping[str, Any], *, result_key: str, tq_field: str
     ) -> None:
-        """Writes one tensor of a worker's result as a column. Only the replica leader writes; other ranks do nothing.
-
-        Args:
-            meta: The rows.
-            result: What the worker's method returned; any mapping.
-            result_key: Its key in ``result``.
-            tq_field: The field to write.
+        """As `_write_back`, for the field ``tq_field``: the tensor ``result_key`` of what a worker's method returned,
+        any mapping.
 
         Raises:
             InvalidTypeError: ``result`` is not a mapping, or its value is not a tensor.
@@ -432,14 +416,7 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Trains on this rank's shard. The driver must call every rank.
-
-        Args:
-            meta: This data-parallel rank's rows, with the fields that ``loss_fn`` reads.
-            loss_fn: The loss.
-            eval_mode: Only compute the loss.
-            gbs: Global batch size in rows; None: all rows are one batch.
-            mbs: Rows per microbatch if there is no plan.
+        """Trains on this rank's shard, with the arguments of ``train``. The driver must call every rank.
 
         Returns:
             What ``train`` returned, with ``is_replica_leader``.

@@ -18,12 +18,3 @@ def bits(value):
     if isinstance(value, Mapping):
         return [(key, bits(item)) for key, item in value.items()]
     return value
-
-
-def random_bits(dtype, *shape, seed=7):
-    """Bits of every kind, NaN payloads among them."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    size = dtype.itemsize * int(np.prod(shape))
-    return torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)

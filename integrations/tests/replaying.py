@@ -1,7 +1,5 @@
 """For the tests of replay: a partition, buffers on it, and rollouts whose tokens say which prompt they answer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from bits import bits, random_bits
+from bits import bits
 from layouts import told, worker_of_rank
 from torch.distributed import distributed_c10d
 
@@ -19,6 +19,7 @@ from dataplane_core.codec import ALL_DTYPES
 from dataplane_core.errors import MissingDataError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader, group_device
+from dataplane_testkit._columns import random_cells
 
 
 def send(make):
@@ -74,7 +75,7 @@ def _planned():
 
 BATCHES = {
     "every dtype": lambda: BatchedDataDict(
-        {str(each): random_bits(each, 3, 5) for each in sorted(ALL_DTYPES, key=str)}
+        {str(each): random_cells(each, (3, 5)) for each in sorted(ALL_DTYPES, key=str)}
     ),
     "odd tensors": _odd_tensors,
     "objects": _objects,
@@ -227,7 +228,7 @@ PAD_ID = 7
 def _rows(lengths, dtype, *trailing):
     """Bits of every kind; for int16 experts' numbers."""
     seeds = range(sum(lengths), sum(lengths) + len(lengths))
-    rows = [random_bits(dtype, length, *trailing, seed=seed) for seed, length in zip(seeds, lengths, strict=True)]
+    rows = [random_cells(dtype, (length, *trailing), seed) for seed, length in zip(seeds, lengths, strict=True)]
     return [row % 2 for row in rows] if dtype is torch.int16 else rows
 
 

@@ -19,11 +19,7 @@ from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, LP_SEED_FIELDS, ROU
 from dataplane_integrations import DataPlanePolicy
 from dataplane_integrations.errors import WorkerFailedError
 from dataplane_integrations.trainer.groups import InProcessWorkerGroup
-from dataplane_integrations.trainer.router_replay import (
-    RoutingReplay,
-    check_routed_experts,
-    lay_out_routed_experts,
-)
+from dataplane_integrations.trainer.router_replay import RoutingReplay, check_routed_experts, lay_out_routed_experts
 
 LENGTHS = [5, 2, 7, 3]
 IDS = [f"p{row}_g0" for row in range(len(LENGTHS))]

@@ -1,7 +1,5 @@
 """Rollouts that are coroutines: many at a time in one event loop, and cancelled when their groups are too stale."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -3,8 +3,6 @@
 One long file, since all its tests are about one class and begin with the same few calls.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import threading

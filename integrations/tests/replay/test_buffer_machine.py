@@ -1,7 +1,5 @@
 """Random histories of a replay buffer on a real store, against sets of group names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings, strategies as st

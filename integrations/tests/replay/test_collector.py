@@ -1,7 +1,5 @@
 """Collectors: rollouts ahead of training, failures rolled back."""
 
-from __future__ import annotations
-
 import os
 import threading
 

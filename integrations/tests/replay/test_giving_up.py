@@ -1,7 +1,5 @@
 """Prompts that are given up: what takes their place, what their step does, and what a later start knows of it."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -19,27 +17,26 @@ def steps_of(groups=2, **options):
     return TargetStepPolicy(**{"max_staleness": 1, "groups_per_version": groups, **options})
 
 
-def test_a_prompt_that_fails_too_often_is_given_up_and_the_next_one_takes_its_place(make_buffer, caplog):
-    buffer = make_buffer(max_attempts=2, num_prompts=3)
-    (first,) = buffer.reserve()
-    buffer.abandon([first], failed=True)
-    (again,) = buffer.reserve()
-    assert (again.prompt, again.attempt) == (0, 1)
-    buffer.abandon([again])  # not its fault: the collector died, say
-    (again,) = buffer.reserve()
-    buffer.abandon([again], failed=True)
-    assert buffer.counts.given_up == 1
-    assert "prompt 0 is given up after 2 failures" in caplog.text
-    assert [each.prompt for each in buffer.reserve(2)] == [1, 2]
+#: The limit, whether each of several rollouts failed or was ended for another reason, and the prompts that come then.
+ATTEMPTS = {
+    "too often": (2, [True, False, True], [1, 2]),
+    "not too often": (2, [True, False], [0]),
+    "without a limit": (None, [True] * 20, [0, 1]),
+}
 
 
-def test_without_a_limit_no_prompt_is_given_up(make_buffer):
-    buffer = make_buffer()
-    for attempt in range(20):
-        (each,) = buffer.reserve()
-        assert (each.prompt, each.attempt) == (0, attempt)
-        buffer.abandon([each], failed=True)
-    assert buffer.counts.given_up == 0
+@pytest.mark.parametrize(("max_attempts", "failed", "then"), ATTEMPTS.values(), ids=ATTEMPTS)
+def test_a_prompt_that_fails_too_often_is_given_up_and_the_next_one_takes_its_place(
+    make_buffer, caplog, max_attempts, failed, then
+):
+    buffer = make_buffer(max_attempts=max_attempts, num_prompts=3)
+    for attempt, fails in enumerate(failed):
+        (reservation,) = buffer.reserve()
+        assert (reservation.prompt, reservation.attempt) == (0, attempt)
+        buffer.abandon([reservation], failed=fails)
+    assert buffer.counts.given_up == (0 not in then)
+    assert ("prompt 0 is given up after 2 failures" in caplog.text) == (0 not in then)
+    assert [reservation.prompt for reservation in buffer.reserve(2, timeout_s=0)] == then
 
 
 def test_a_prompt_that_has_failed_is_generated_alone_so_that_it_fails_no_other(make_buffer, commit):

@@ -1,7 +1,5 @@
 """What each policy admits, selects and evicts, on a view of a buffer alone."""
 
-from __future__ import annotations
-
 import pytest
 from replaying import prompts_of
 
@@ -57,48 +55,39 @@ def test_too_stale_groups_are_evicted_or_made_in_vain_and_never_selected(policy)
     assert rule.select(view((3, 1), (4, 2), version=5), 2) is None
 
 
-def test_ready_first_goes_by_commit_and_waits_for_nobody():
-    rule = ReadyFirstPolicy(max_staleness=1, groups_per_version=4)
-    groups = view((0, "made"), (0, 7), (0, 3), (1, 1), version=1)
-    assert rule.select(groups, 2) == ["g3", "g2"]
-    assert rule.select(groups, 3) == ["g3", "g2", "g1"]
-    assert rule.select(groups, 4) is None
-
-
-def test_in_order_waits_for_the_slow_one():
-    rule = InOrderPolicy(max_staleness=1, groups_per_version=4)
-    assert rule.select(view((0, 7), (0, 3), (0, "made"), (0, 1)), 2) == ["g0", "g1"]
-    assert rule.select(view((0, "training"), (0, 3), (0, "made"), (0, 1)), 2) is None
-
-
-def test_windowed_lets_groups_overtake_inside_the_window():
-    rule = WindowedPolicy(max_staleness=1, groups_per_version=4)
-    assert rule.select(view((1, "made"), (1, 7), (1, 3), (1, 5), version=1), 2) == ["g2", "g3"]
-
-
-def test_windowed_waits_for_what_is_at_the_edge_of_the_window():
-    rule = WindowedPolicy(max_staleness=1, groups_per_version=4)
-    assert rule.select(view((0, "made"), (1, 1), (1, 2), version=1), 2) is None
-    assert rule.select(view((0, 9), (1, 1), (1, 2), version=1), 2) == ["g0", "g1"]
-    assert rule.select(view((0, 9), (0, 4), (0, "made"), (1, 2), version=1), 2) == ["g1", "g0"]
-
-
-def test_windowed_waits_for_no_more_slow_groups_than_later_versions_cannot_take():
+IN_ORDER = InOrderPolicy(max_staleness=1, groups_per_version=4)
+READY_FIRST = ReadyFirstPolicy(max_staleness=1, groups_per_version=4)
+FRESHEST_FIRST = ReadyFirstPolicy(max_staleness=2, groups_per_version=4, sample_freshest_first=True)
+WINDOWED = WindowedPolicy(max_staleness=1, groups_per_version=4)
+WIDER = WindowedPolicy(max_staleness=2, groups_per_version=2)
+FRESHEST_IN_WINDOW = WindowedPolicy(max_staleness=2, groups_per_version=4, sample_freshest_first=True)
+BY_COMMIT = view((0, "made"), (0, 7), (0, 3), (1, 1), version=1)
+BY_WEIGHTS = view((0, 1), (1, 7), (1, 3), (2, 9), (2, "made"), version=2)
+THREE = [(0, "made")] * 3
+#: The rule, the groups, and of how many which it selects.
+SELECTIONS = {
+    "in order, the first are ready": (IN_ORDER, view((0, 7), (0, 3), (0, "made"), (0, 1)), 2, "g0 g1"),
+    "in order, one is slow": (IN_ORDER, view((0, "training"), (0, 3), (0, "made"), (0, 1)), 2, None),
+    "ready first, by commit": (READY_FIRST, BY_COMMIT, 2, "g3 g2"),
+    "ready first, all that are ready": (READY_FIRST, BY_COMMIT, 3, "g3 g2 g1"),
+    "ready first, too few": (READY_FIRST, BY_COMMIT, 4, None),
+    "by weights, then by commit": (FRESHEST_FIRST, BY_WEIGHTS, 4, "g3 g2 g1 g0"),
+    "inside the window, others overtake": (WINDOWED, view((1, "made"), (1, 7), (1, 3), (1, 5), version=1), 2, "g2 g3"),
+    "at its edge, the slow one is waited for": (WINDOWED, view((0, "made"), (1, 1), (1, 2), version=1), 2, None),
+    "at its edge, one is ready": (WINDOWED, view((0, 9), (1, 1), (1, 2), version=1), 2, "g0 g1"),
+    "at its edge, enough are ready": (WINDOWED, view((0, 9), (0, 4), (0, "made"), (1, 2), version=1), 2, "g1 g0"),
     # 2 a version: of three groups with one version of slack one has to go now, whichever is ready first
-    rule = WindowedPolicy(max_staleness=2, groups_per_version=2)
-    assert rule.select(view((0, "made"), (0, "made"), (0, "made"), (1, 1), (1, 2), version=1), 2) is None
-    assert rule.select(view((0, "made"), (0, "made"), (0, 9), (1, 1), (1, 2), version=1), 2) == ["g2", "g3"]
-    assert rule.select(view((0, "made"), (0, "made"), (1, 1), (1, 2), version=1), 2) == ["g2", "g3"]
+    "three with slack, none is ready": (WIDER, view(*THREE, (1, 1), (1, 2), version=1), 2, None),
+    "three with slack, one is ready": (WIDER, view(*THREE[1:], (0, 9), (1, 1), (1, 2), version=1), 2, "g2 g3"),
+    "two with slack": (WIDER, view(*THREE[1:], (1, 1), (1, 2), version=1), 2, "g2 g3"),
+    "by weights, but the edge first": (FRESHEST_IN_WINDOW, BY_WEIGHTS, 4, "g0 g3 g2 g1"),
+    "by weights, but the edge is slow": (FRESHEST_IN_WINDOW, view((0, "made"), (1, 1), version=2), 1, None),
+}
 
 
-def test_freshest_first_goes_by_weights_and_then_by_commit():
-    groups = view((0, 1), (1, 7), (1, 3), (2, 9), (2, "made"), version=2)
-    ready_first = ReadyFirstPolicy(max_staleness=2, groups_per_version=4, sample_freshest_first=True)
-    assert ready_first.select(groups, 4) == ["g3", "g2", "g1", "g0"]
-    # at the edge of the window the oldest comes first all the same
-    windowed = WindowedPolicy(max_staleness=2, groups_per_version=4, sample_freshest_first=True)
-    assert windowed.select(groups, 4) == ["g0", "g3", "g2", "g1"]
-    assert windowed.select(view((0, "made"), (1, 1), version=2), 1) is None
+@pytest.mark.parametrize(("rule", "groups", "num_groups", "selected"), SELECTIONS.values(), ids=SELECTIONS)
+def test_a_rule_selects_or_waits(rule, groups, num_groups, selected):
+    assert rule.select(groups, num_groups) == (None if selected is None else selected.split())
 
 
 def test_ready_first_without_discards_trains_on_late_groups_too():
@@ -187,8 +176,8 @@ def test_a_config_names_a_rule_and_its_capacity_is_what_it_admits(name, rule):
     assert made.capacity() == made.capacity(weight_version=7) == 12
 
 
-IN_ORDER = {"name": "in_order", "max_staleness": 1, "groups_per_version": 4}
-STEPS = IN_ORDER | {"name": "target_step"}
+CONFIG = {"name": "in_order", "max_staleness": 1, "groups_per_version": 4}
+STEPS = CONFIG | {"name": "target_step"}
 
 
 @pytest.mark.parametrize(
@@ -203,10 +192,10 @@ STEPS = IN_ORDER | {"name": "target_step"}
         ({"name": f"{__name__}:Missing"}, InvalidRequestError, "cannot be imported .*Missing"),
         ({"name": f"{__name__}:view"}, InvalidRequestError, "found <function view"),
         ({"name": "in_order"}, InvalidRequestError, "missing 2 required .*the arguments of InOrderPolicy"),
-        (IN_ORDER | {"borrow": True}, InvalidRequestError, "'borrow'"),
-        (IN_ORDER | {"max_staleness": "1"}, InvalidRequestError, "max_staleness is '1'"),
-        (IN_ORDER | {"max_staleness": -1}, InvalidRequestError, "max_staleness is -1.* Expected at least 0"),
-        (IN_ORDER | {"groups_per_version": 0}, InvalidRequestError, "groups_per_version is 0.* at least 1"),
+        (CONFIG | {"borrow": True}, InvalidRequestError, "'borrow'"),
+        (CONFIG | {"max_staleness": "1"}, InvalidRequestError, "max_staleness is '1'"),
+        (CONFIG | {"max_staleness": -1}, InvalidRequestError, "max_staleness is -1.* Expected at least 0"),
+        (CONFIG | {"groups_per_version": 0}, InvalidRequestError, "groups_per_version is 0.* at least 1"),
         (STEPS | {"replacements": ""}, InvalidRequestError, "replacements is ''"),
         (STEPS | {"replacements": -1}, InvalidRequestError, "replacements is -1"),
         (STEPS | {"replacements": 0.5}, InvalidRequestError, "replacements is 0.5"),
@@ -214,7 +203,7 @@ STEPS = IN_ORDER | {"name": "target_step"}
         (STEPS | {"min_groups": 5}, InvalidRequestError, "min_groups is 5, groups_per_version is 4"),
         (STEPS | {"borrow": "no"}, InvalidTypeError, "TargetStepPolicy: borrow must be a bool, got 'no'"),
         (
-            IN_ORDER | {"name": "windowed", "sample_freshest_first": "no"},
+            CONFIG | {"name": "windowed", "sample_freshest_first": "no"},
             InvalidTypeError,
             "WindowedPolicy: sample_freshest_first must be a bool",
         ),

@@ -1,7 +1,5 @@
 """Saves of a run, and trainers that start again: a run cut at any step goes on as if it had not been."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -13,12 +11,7 @@ from tiers import in_long
 from dataplane_core import connect
 from dataplane_core.client import DataPlaneClient
 from dataplane_core.errors import InvalidRequestError, InvalidTypeError
-from dataplane_integrations.replay import (
-    Collector,
-    InOrderPolicy,
-    ReadyFirstPolicy,
-    ReplayBuffer,
-)
+from dataplane_integrations.replay import Collector, InOrderPolicy, ReadyFirstPolicy, ReplayBuffer
 
 REGISTRATION: dict[str, Any] = {
     "fields": ("x", "grade"),

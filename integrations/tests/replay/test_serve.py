@@ -1,7 +1,5 @@
 """Collectors outside the trainer: `serve`, and what a trainer that is elsewhere sees of them."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

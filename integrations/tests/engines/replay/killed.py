@@ -6,8 +6,6 @@ each of them a process is forked that ends itself by SIGKILL when it comes to th
 runs to the end. What they did goes line by line to ``folder/log``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -18,13 +16,7 @@ import torch
 
 from dataplane_core import connect
 from dataplane_core.errors import MissingDataError
-from dataplane_integrations.replay import (
-    Collector,
-    InOrderPolicy,
-    ReplayBuffer,
-    TargetStepPolicy,
-    serve,
-)
+from dataplane_integrations.replay import Collector, InOrderPolicy, ReplayBuffer, TargetStepPolicy, serve
 
 #: Others make the prompts of a process that was killed when its lease has ended.
 LEASE_S = 2.0

@@ -1,7 +1,5 @@
 """Processes killed with -9, over stores that outlive them."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

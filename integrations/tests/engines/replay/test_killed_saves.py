@@ -3,8 +3,6 @@
 Run as a program, it makes the saves, and prints per kill which save was found, as one line of JSON.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

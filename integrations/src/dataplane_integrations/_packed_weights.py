@@ -56,15 +56,14 @@ class Version:
         number: The version.
         forms: What its tensors are.
         data: (B,) uint8. Nobody changes it.
-        digest: Of both, as the publisher said.
         objects: Its weights that are no tensors.
-        rows: The versions of which it is made, ascending, each with its digest: an anchor and the deltas after it.
+        rows: The versions of which it is made, ascending: an anchor and the deltas after it. Each with the digest of
+            its forms and data, as the publisher said.
     """
 
     number: int
     forms: _Forms
     data: _Array
-    digest: bytes
     objects: dict[str, Any]
     rows: dict[int, str]
 
@@ -76,7 +75,7 @@ class Version:
         """
         weights: dict[str, Any] = {}
         with _naming(self.number):
-            if _digest_of(self.forms, self.data) != self.digest:
+            if _digest_of(self.forms, self.data).hex() != self.rows[self.number]:
                 raise ValueError("it has not the digest of what was published")
             for name, (code, shape, start) in self.forms.items():
                 stop = start + math.prod(shape) * DTYPE_OF_CODE[code].itemsize
@@ -111,7 +110,7 @@ def next_version(base: Version | None, number: int, weights: Mapping[str, Any]) 
         f"{BYTES}.{start}" if start else BYTES: stored[start : start + _CELL_BYTES]
         for start in range(0, max(1, len(stored)), _CELL_BYTES)
     }
-    return Version(number, forms, data, digest, objects, rows), {HEADER: {**header, "cells": list(cells)}, **cells}
+    return Version(number, forms, data, objects, rows), {HEADER: {**header, "cells": list(cells)}, **cells}
 
 
 def read_version(base: Version | None, number: int, cells: Mapping[str, Any]) -> Version:
@@ -128,11 +127,10 @@ def read_version(base: Version | None, number: int, cells: Mapping[str, Any]) ->
     """
     with _naming(number):
         header = cells[HEADER]
-        digest, objects = header["digest"], dict(header["objects"])
-        rows = {number: digest.hex()}
+        objects, rows = dict(header["objects"]), {number: header["digest"].hex()}
         stored = np.concatenate([np.asarray(cells[name]) for name in header["cells"]])
         if header["base"] is None:
-            return Version(number, header["forms"], stored, digest, objects, rows)
+            return Version(number, header["forms"], stored, objects, rows)
         if base is None or header["base"] != base.number:
             raise LostSamplesError(
                 f"the weights of version {number} build on version {header['base']}, which is not in the store.",
@@ -142,7 +140,7 @@ def read_version(base: Version | None, number: int, cells: Mapping[str, Any]) ->
         pieces = {chunk.start: stored[slice(*place)] for chunk, place in zip(_chunks(base.data), places, strict=True)}
         data = np.empty_like(base.data)
         _on_chunks(lambda chunk: _apply(pieces[chunk.start], base.data[chunk], data[chunk]), data)
-        return Version(number, base.forms, data, digest, objects, base.rows | rows)
+        return Version(number, base.forms, data, objects, base.rows | rows)
 
 
 @contextmanager

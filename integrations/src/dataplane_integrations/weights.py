@@ -1,15 +1,8 @@
 """Weights through the data plane: a partition with a row per version, of which rollout processes take the newest.
 
-The trainer opens the partition and publishes a version after each update. Any number of readers, in any process that
-reaches the store, take the newest one or wait for it; a reader that is slow skips versions. A put is atomic, so nobody
-sees half of an update, and the versions that readers may still be reading are kept.
-
 A row holds the weights, a column each; or, with ``delta``, their bytes (an anchor) or what has changed since the
 version before. The tag `weight_anchor` of such a row names the anchor at which its chain begins, and `weight_digest` is
 the digest of its weights. Bytes that are too many for a cell of some stores lie in several columns.
-
-This suits models whose weights fit a put. Weights that ranks hold in
-shards are gathered first (`torch.distributed.checkpoint.state_dict.get_model_state_dict` with ``full_state_dict``).
 """
 
 from __future__ import annotations

@@ -117,26 +117,22 @@ def check_backend_on_nodes(
     command = f"pip install {record.distribution}=={record.version}"
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerAddress"]))
     probe = ray.remote(_probe())
-    calls = {}
+    options = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
+    calls = []
     for node in nodes:
-        options: dict[str, Any] = {
-            "num_cpus": 0,
-            "max_retries": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
-        }
-        if runtime_env is not None:
-            options["runtime_env"] = dict(runtime_env)
-        calls[node["NodeID"]] = probe.options(**options).remote(BACKEND_GROUP, backend)
-    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
+        there = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+        on_node = probe.options(num_cpus=0, max_retries=0, scheduling_strategy=there, **options)
+        calls.append(on_node.remote(BACKEND_GROUP, backend))
+    ready, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
     reports = []
-    for node in nodes:
+    for node, call in zip(nodes, calls, strict=True):
         version: str | None = None
         problem: str | None
-        if calls[node["NodeID"]] not in ready:
+        if call not in ready:
             problem = f"it did not answer within {timeout_s:g} s."
         else:
             try:
-                version, problem = ray.get(calls[node["NodeID"]])
+                version, problem = ray.get(call)
             except RayError as error:
                 cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
                 problem = f"{type(cause).__name__}: {_excerpt(str(cause))}."

@@ -5,6 +5,7 @@ Importing this module does not import Megatron: a driver without it can call `me
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,10 +21,6 @@ from dataplane_integrations.trainer.batching import Stage
 from dataplane_integrations.trainer.broadcast import broadcast_from_leader
 from dataplane_integrations.trainer.router_replay import RoutingReplay, model_config
 from dataplane_integrations.trainer.worker import DataPlaneWorkerMixin
-
-#: Megatron's model-parallel group and the group made here for it. If Megatron has another group now, it was initialized
-#: again.
-_made: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
 
 def megatron_pad_multiple(
@@ -93,7 +90,7 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
         elif state.get_pipeline_model_parallel_world_size() == 1:
             group = state.get_tensor_and_context_parallel_group()
         else:
-            group = _tensor_context_pipeline_group(state)
+            group = _tensor_context_pipeline_group(state.get_model_parallel_group())
         return None if dist.get_world_size(group) == 1 else group
 
     def _read(self, meta: KVBatchMeta, dp_aligned: bool) -> tuple[BatchedDataDict, dict[str, Any]]:
@@ -197,17 +194,13 @@ def _parallel_state() -> Any:
     return state
 
 
-def _tensor_context_pipeline_group(state: Any) -> dist.ProcessGroup:
-    global _made
-    beside = state.get_model_parallel_group()
-    if _made is None or _made[0] is not beside:
-        own = state.get_data_parallel_rank()
-        numbers: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(numbers, own)
-        made = None
-        for number in range(state.get_data_parallel_world_size()):  # every rank must take part in making every group
-            group = dist.new_group([rank for rank, of in enumerate(numbers) if of == number])
-            made = group if number == own else made
-        assert made is not None
-        _made = (beside, made)
-    return _made[1]
+@functools.lru_cache(maxsize=1)  # if Megatron has another model-parallel group, it was initialized again
+def _tensor_context_pipeline_group(model_parallel: dist.ProcessGroup) -> dist.ProcessGroup:
+    state = _parallel_state()
+    numbers: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(numbers, state.get_data_parallel_rank())
+    groups = [  # every rank must take part in making every group
+        dist.new_group([rank for rank, of in enumerate(numbers) if of == number])
+        for number in range(state.get_data_parallel_world_size())
+    ]
+    return groups[state.get_data_parallel_rank()]

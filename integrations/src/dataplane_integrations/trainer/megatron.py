@@ -199,7 +199,7 @@ def _tensor_context_pipeline_group(model_parallel: dist.ProcessGroup) -> dist.Pr
     state = _parallel_state()
     numbers: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(numbers, state.get_data_parallel_rank())
-    groups = [  # every rank must take part in making every group
+    groups: list[dist.ProcessGroup] = [  # every rank must take part in making every group
         dist.new_group([rank for rank, of in enumerate(numbers) if of == number])
         for number in range(state.get_data_parallel_world_size())
     ]

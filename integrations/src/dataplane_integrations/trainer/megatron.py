@@ -197,10 +197,11 @@ def _parallel_state() -> Any:
 @functools.lru_cache(maxsize=1)  # if Megatron has another model-parallel group, it was initialized again
 def _tensor_context_pipeline_group(model_parallel: dist.ProcessGroup) -> dist.ProcessGroup:
     state = _parallel_state()
+    own: int = state.get_data_parallel_rank()
     numbers: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(numbers, state.get_data_parallel_rank())
+    dist.all_gather_object(numbers, own)
     groups: list[dist.ProcessGroup] = [  # every rank must take part in making every group
         dist.new_group([rank for rank, of in enumerate(numbers) if of == number])
         for number in range(state.get_data_parallel_world_size())
     ]
-    return groups[state.get_data_parallel_rank()]
+    return groups[own]

@@ -70,21 +70,19 @@ def test_a_rollout_that_fails_half_way_leaves_no_rows_and_its_prompt_comes_again
     assert held() == []
 
 
-def test_what_a_rollout_may_not_return_is_said(make_buffer):
-    collector = Collector(make_buffer(), lambda reservations: None, max_failures=1)
+@pytest.mark.parametrize(
+    ("rollout", "options", "cause", "said"),
+    [
+        (lambda reservations: None, {"max_failures": 1}, InvalidTypeError, "the rollout returned NoneType"),
+        (answers, {"groups_per_call": 5}, InvalidRequestError, "cannot go on: .* admits 4 to an empty buffer"),
+    ],
+)
+def test_what_can_never_go_well_ends_the_collector(make_buffer, rollout, options, cause, said):
+    collector = Collector(make_buffer(), rollout, **options)
     collector.start()
-    with pytest.raises(CollectorFailedError, match="the rollout returned NoneType") as info:
+    with pytest.raises(CollectorFailedError, match=said) as info:
         collector.wait(WAIT_S)
-    assert isinstance(info.value.__cause__, InvalidTypeError)
-
-
-def test_more_groups_per_call_than_are_ever_admitted_are_refused(make_buffer):
-    collector = Collector(make_buffer(), answers, groups_per_call=5)
-    collector.start()
-    with pytest.raises(
-        CollectorFailedError, match=r"cannot go on: InvalidRequestError: .* admits 4 to an empty buffer"
-    ):
-        collector.wait(WAIT_S)
+    assert isinstance(info.value.__cause__, cause)
 
 
 def test_a_last_smaller_call_fills_the_room(make_buffer, client):
@@ -142,16 +140,10 @@ def test_a_store_that_is_away_for_a_while_costs_a_retry_only(make_buffer, client
     assert client.list_samples("replay").sample_ids == []
 
 
-def test_a_store_that_is_away_when_prompts_are_reserved_is_waited_for(make_buffer, client, monkeypatch):
-    buffer = make_buffer(num_prompts=4)
-    away_once(monkeypatch, buffer, "reserve")
-    monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
-    with Collector(buffer, answers, client=client) as collector:
-        assert sorted(train_on_all(buffer)) == [0, 1, 2, 3]
-    assert collector.counts.failures == 1
-
-
-def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(make_buffer, client, held, monkeypatch):
+@pytest.mark.parametrize(("of", "call"), [("buffer", "reserve"), ("client", "clear_samples")])
+def test_a_store_that_is_away_when_prompts_are_reserved_or_a_rollout_is_ended_costs_a_retry_only(
+    make_buffer, client, held, monkeypatch, of, call
+):
     buffer = make_buffer(num_prompts=4)
 
     def rollout(reservations):
@@ -160,7 +152,8 @@ def test_a_store_that_is_away_when_a_rollout_is_ended_costs_a_retry_only(make_bu
             raise RolloutAbortedError("nobody wants it")
         return answers(reservations)
 
-    away_once(monkeypatch, client, "clear_samples")
+    monkeypatch.setattr("dataplane_integrations.replay._collector._LONGEST_PAUSE_S", 0.05)
+    away_once(monkeypatch, {"buffer": buffer, "client": client}[of], call)
     with Collector(buffer, rollout, client=client) as collector:
         assert sorted(train_on_all(buffer)) == [0, 1, 2, 3]
     assert (collector.counts.groups, collector.counts.failures) == (4, 1)

@@ -84,5 +84,5 @@ class DataPlaneClientMixin:
 
 def metrics_of(client: DataPlaneClient, reset: bool = False) -> dict[str, Any]:
     """The snapshot of the first middleware of a client that has one; else an empty dict."""
-    found = next((each for each in client.middleware if isinstance(each, Metrics)), None)
-    return {} if found is None else found.snapshot(reset=reset)
+    metrics = next((middleware for middleware in client.middleware if isinstance(middleware, Metrics)), None)
+    return {} if metrics is None else metrics.snapshot(reset=reset)

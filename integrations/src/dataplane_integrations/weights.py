@@ -152,9 +152,9 @@ def publish_weights(
 
 
 def _check_names(client: DataPlaneClient, version: int, weights: Mapping[str, Any], partition_id: str) -> None:
-    known = {name for name in client.describe(partition_id).specs if not _is_own(name)}
-    if known and known != weights.keys():
-        differs = {"lack": known - weights.keys(), "add": weights.keys() - known}
+    first = {name for name in client.describe(partition_id).specs if not _is_own(name)}
+    if first and first != weights.keys():
+        differs = {"lack": first - weights.keys(), "add": weights.keys() - first}
         raise SchemaMismatchError(
             f"publish_weights(version={version}) refused: the weights "
             f"{' and '.join(f'{verb} {preview(sorted(names))}' for verb, names in differs.items() if names)}. Expected "

@@ -423,18 +423,18 @@ _RULES: Final[dict[str, type[StalenessPolicy]]] = {
 def _rule_named(name: Any) -> type[StalenessPolicy]:
     if isinstance(name, str) and name in _RULES:
         return _RULES[name]
-    found, cause = None, None
+    rule, cause = None, None
     if isinstance(name, str) and ":" in name:
         try:
-            found = pkgutil.resolve_name(name)
+            rule = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
             cause = error
-    if isinstance(found, type) and issubclass(found, StalenessPolicy):
-        return found
+    if isinstance(rule, type) and issubclass(rule, StalenessPolicy):
+        return rule
     near = nearest(name, _RULES) if isinstance(name, str) and ":" not in name else None
     raise InvalidRequestError(
         f"StalenessPolicy.from_config refused: name is {name!r}"
-        + (f", which cannot be imported ({cause})" if cause else f", found {found!r}" if found is not None else "")
+        + (f", which cannot be imported ({cause})" if cause else f", found {rule!r}" if rule is not None else "")
         + f". Expected one of {', '.join(_RULES)}, or 'module:Class' of a subclass of StalenessPolicy."
         + (f" Did you mean '{near}'?" if near else ""),
     ) from cause

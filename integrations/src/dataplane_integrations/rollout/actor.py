@@ -252,13 +252,13 @@ def flatten_message_logs(
         raise InvalidRequestError("flatten_message_logs refused: 0 message logs. Expected at least one sample.")
     columns = BatchedDataDict(split_message_logs(message_logs))
     logs = [[_masked(turn, sample) for turn in log] for sample, log in enumerate(message_logs)]
-    known: dict[str, Tensor] = {
+    empties: dict[str, Tensor] = {
         _TOKENS: torch.zeros(0, dtype=torch.int64, device="cpu"),
         _LOGPROBS: torch.zeros(0, dtype=torch.float32, device="cpu"),
     }
     for turn in (turn for log in logs for turn in log):
-        known.update({name: value[:0] for name, value in turn.items() if isinstance(value, Tensor)})
-    for name, empty in known.items():
+        empties.update({name: value[:0] for name, value in turn.items() if isinstance(value, Tensor)})
+    for name, empty in empties.items():
         ragged = name in MULTIMODAL_FIELDS
         fill = -1 if name == ROUTED_EXPERTS_FIELD else 0
         rows = [

@@ -144,9 +144,9 @@ def _section(cfg: Mapping[str, Any], name: str, cls: type[_Section], **defaults:
             f"policy config refused: '{name}' is enabled without 'train_mb_tokens'. Expected the most tokens of a "
             f"microbatch; found the keys {', '.join(sorted(map(str, section)))}."
         )
-    kinds = {each.name: str if each.type == "str" else int for each in fields(cls)}
-    given = {key: kind(section[key]) for key, kind in kinds.items() if section.get(key)}
-    return cls(**{**defaults, **given})
+    kinds = {option.name: str if option.type == "str" else int for option in fields(cls)}
+    settings = {name: kind(section[name]) for name, kind in kinds.items() if section.get(name)}
+    return cls(**{**defaults, **settings})
 
 
 def _optional(section: Mapping[str, Any], name: str) -> int | None:

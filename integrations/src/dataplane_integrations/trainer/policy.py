@@ -51,8 +51,8 @@ _MOST_REPLACEMENTS: Final = 5
 #: ``extra_info`` key: ``replace_lost`` has left rows out. Later calls with the meta may not find whole global batches.
 _SHORTENED: Final = "replace_lost_left_rows_out"
 
-#: Replaces rows that the store has lost: gets the meta of a call and the lost ids, returns the meta to go on with. It
-#: may also get ids that are not lost, see `DataPlanePolicy`.
+#: Gets the meta of a call and the lost ids, and returns the meta to go on with; see ``replace_lost`` of
+#: `DataPlanePolicy`.
 ReplaceLost: TypeAlias = Callable[[KVBatchMeta, Sequence[str]], KVBatchMeta]
 
 
@@ -460,9 +460,9 @@ class DataPlanePolicy:
         Args:
             reset: The next call counts from here on, for numbers per step.
         """
-        told = self._call("data_plane_metrics", kwargs={"reset": reset}, doing="reading metrics")
+        snapshots = self._call("data_plane_metrics", kwargs={"reset": reset}, doing="reading metrics")
         shared = self._source is self._client  # all workers use this client
-        return merge_snapshots(told[:1] if shared else [metrics_of(self._client, reset), *told])
+        return merge_snapshots(snapshots[:1] if shared else [metrics_of(self._client, reset), *snapshots])
 
     # --- close --------------------------------------------------------------------------------------------------------
 
@@ -610,8 +610,8 @@ class DataPlanePolicy:
             shard.extra_info[HELD_ROWS] = name
         guard = self._clearing_on_failure([meta]) if step is None else self._aborting_on_failure([*step, meta])
         with guard:
-            found = self._call("hold_presharded", lambda rank: (shards[rank],), doing="reading rows")
-        return list(dict.fromkeys(itertools.chain.from_iterable(found)))
+            lost = self._call("hold_presharded", lambda rank: (shards[rank],), doing="reading rows")
+        return list(dict.fromkeys(itertools.chain.from_iterable(lost)))
 
     def _track(self, shards: Sequence[KVBatchMeta]) -> None:
         if self._flops_tracker is not None:
@@ -638,8 +638,8 @@ class DataPlanePolicy:
         """Calls a method on all workers, with the arguments that ``args`` makes for their data-parallel ranks."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            each = [args(rank) for rank in self._workers.dp_ranks]
-            return self._workers.call(method, each, kwargs, timeout_s=timeout_s, doing=doing)
+            of_ranks = [args(rank) for rank in self._workers.dp_ranks]
+            return self._workers.call(method, of_ranks, kwargs, timeout_s=timeout_s, doing=doing)
         except BaseException:
             self._failed = True
             raise

@@ -91,8 +91,8 @@ def theoretical_tflops(results: Sequence[Mapping[str, Any]]) -> float | None:
         dtype = str(result.get("model_dtype", "")).removeprefix("torch.")
         name = str(result.get("gpu_name", "")).upper()
         # take the longest match: "GB200" contains "B200", and "H200" contains "H20"
-        known = sorted((key for key in _PEAK_TFLOPS_16_BIT if key in name), key=len)
-        if dtype not in _HALF or not known:
+        parts = sorted((part for part in _PEAK_TFLOPS_16_BIT if part in name), key=len)
+        if dtype not in _HALF or not parts:
             return None
-        total += _PEAK_TFLOPS_16_BIT[known[-1]]
+        total += _PEAK_TFLOPS_16_BIT[parts[-1]]
     return total

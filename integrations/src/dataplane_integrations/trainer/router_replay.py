@@ -330,7 +330,7 @@ def check_routed_experts(
     ]
     if missing == "refuse":
         none = torch.zeros(0, dtype=torch.bool, device="cpu")
-        of_rows = (torch.arange(each, device="cpu") < count - 1 for each, count in zip(rows, counts, strict=True))
+        of_rows = (torch.arange(held, device="cpu") < count - 1 for held, count in zip(rows, counts, strict=True))
         before_last = torch.cat([none, *of_rows])
         refusals.append((~known & before_last.to(known.device).unsqueeze(-1), "no expert"))
     for wrong, what in refusals:
@@ -377,12 +377,12 @@ def _modules(model: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
 def _routers(model: nn.Module | Sequence[nn.Module]) -> list[Any]:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    return [each for each in _modules(model) if isinstance(each, TopKRouter) and hasattr(each, "router_replay")]
+    return [part for part in _modules(model) if isinstance(part, TopKRouter) and hasattr(part, "router_replay")]
 
 
 def _layer_numbers(model: nn.Module | Sequence[nn.Module]) -> set[int]:
     """Numbers, from 1, of the layers on this pipeline stage."""
-    return {number for each in _modules(model) if (number := getattr(each, "layer_number", None)) is not None}
+    return {number for part in _modules(model) if (number := getattr(part, "layer_number", None)) is not None}
 
 
 def _moe_layer_numbers(config: Any) -> list[int]:

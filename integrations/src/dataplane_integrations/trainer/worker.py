@@ -274,10 +274,10 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _token_columns(self, batch: BatchedDataDict, meta: KVBatchMeta) -> list[str]:
         """The columns of rows just read that are padded to the token length."""
         lengths = batch.get(INPUT_LENGTHS_FIELD) if meta.sequence_lengths is None else meta.sequence_lengths
-        found = token_columns(batch, lengths, ragged_fields=self.ragged_fields, padded=True)
+        by_length = token_columns(batch, lengths, ragged_fields=self.ragged_fields, padded=True)
         not_declared = PER_TOKEN_FIELDS - self.token_aligned_fields
         declared = [name for name in batch if name in self.token_aligned_fields and isinstance(batch[name], Tensor)]
-        return list(dict.fromkeys(name for name in [*found, *declared] if name not in not_declared))
+        return list(dict.fromkeys(name for name in [*by_length, *declared] if name not in not_declared))
 
     # --- the microbatch plan ------------------------------------------------------------------------------------------
 
@@ -432,27 +432,26 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def get_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """Computes the shard's logprobs and writes them as ``prev_logprobs``. The driver must call every rank."""
         compute = cast(PolicyWorker, self).get_logprobs
-        self._compute_and_write(compute, meta, micro_batch_size, result_key="logprobs", tq_field="prev_logprobs")
+        self._compute_and_write(compute, meta, micro_batch_size, "logprobs", "prev_logprobs")
 
     def get_reference_policy_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """As `get_logprobs_presharded`, for the reference policy: writes ``reference_policy_logprobs``."""
         compute = cast(PolicyWorker, self).get_reference_policy_logprobs
-        names = {"result_key": "reference_logprobs", "tq_field": "reference_policy_logprobs"}
-        self._compute_and_write(compute, meta, micro_batch_size, **names)
+        self._compute_and_write(compute, meta, micro_batch_size, "reference_logprobs", "reference_policy_logprobs")
 
     def _compute_and_write(
-        self, compute: Callable[..., Any], meta: KVBatchMeta, micro_batch_size: int | None, **names: str
+        self, compute: Callable[..., Any], meta: KVBatchMeta, micro_batch_size: int | None, key: str, field: str
     ) -> None:
         data, meta = self._attach_or_repack_pack_metadata(self._rows_of(meta), meta, "logprob")
         result = self._run(lambda: compute(data, micro_batch_size=micro_batch_size))
-        results: list[tuple[Any, dict[str, str]]] = [(result, names)]
-        mask = result.get(_MASK) if isinstance(result, Mapping) else None
-        if mask is not None:  # written first: who waits for the log-probabilities finds it
-            results.insert(0, ({_MASK: _as_type_of(mask, data.get(_MASK))}, {"result_key": _MASK, "tq_field": _MASK}))
-        for found, its in results:
-            _check_width(found, its["result_key"], data.get(INPUT_IDS_FIELD))
-        for found, its in results:
-            self._write_back_result_field(meta, found, **its)
+        key_of = {field: key}
+        if isinstance(result, Mapping) and result.get(_MASK) is not None:
+            result = {**result, _MASK: _as_type_of(result[_MASK], data.get(_MASK))}
+            key_of = {_MASK: _MASK, field: key}  # written first: who waits for the log-probabilities finds it
+        for key in key_of.values():
+            _check_width(result, key, data.get(INPUT_IDS_FIELD))
+        for field, key in key_of.items():
+            self._write_back_result_field(meta, result, result_key=key, tq_field=field)
 
     def begin_train_step_presharded(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens a step whose rows arrive in portions. The driver must call every rank, here and in the calls that
@@ -614,23 +613,21 @@ def _check_plan(meta: KVBatchMeta, micro_batch_indices: Any, num_rows: int) -> N
 
 def _check_width(result: Any, name: str, ids: Any) -> None:
     """Checks that a result has a value for each token that was computed on."""
-    column = result.get(name) if isinstance(result, Mapping) else None
-    widths = [
-        each.shape[1] for each in (column, ids) if isinstance(each, Tensor) and not each.is_nested and each.dim() > 1
-    ]
-    if len(widths) == 2 and widths[0] < widths[1]:
+    values: Any = result.get(name) if isinstance(result, Mapping) else None
+    padded = all(isinstance(column, Tensor) and not column.is_nested and column.dim() > 1 for column in (values, ids))
+    if padded and values.shape[1] < ids.shape[1]:
         raise InvalidRequestError(
-            f"write-back refused: '{name}' is {widths[0]} wide, and the tokens {widths[1]}. Expected a value for each "
-            "token.",
+            f"write-back refused: '{name}' is {values.shape[1]} wide, and the tokens {ids.shape[1]}. Expected a value "
+            "for each token.",
             hint="Values of the next token (S - 1 of them) get one more in front: 0 for the first token.",
         )
 
 
-def _as_type_of(mask: Any, known: Any) -> Any:
+def _as_type_of(mask: Any, stored: Any) -> Any:
     """A mask in the dtype of another one, if that holds its values: the product with a float mask is float."""
-    if not (isinstance(mask, Tensor) and isinstance(known, Tensor)):
+    if not (isinstance(mask, Tensor) and isinstance(stored, Tensor)):
         return mask
-    converted = mask.to(known.dtype)
+    converted = mask.to(stored.dtype)
     return converted if torch.equal(converted.to(mask.dtype), mask) else mask
 
 

@@ -214,10 +214,10 @@ def ray_server() -> Iterator[str]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "MC_TCP_BIND_ADDRESS": "169.254.7.7", "RAY_worker_niceness": "1"}
     command = [sys.executable, str(Path(__file__).parent / "tests" / "forking_ray.py")]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
-        assert keeper.stdout is not None
         address = keeper.stdout.readline().strip()
         assert address, "Ray did not start: it says why on standard error"
         yield address
+        keeper.communicate()  # Ray's exit may hang if it has errors to print, and finds the output closed
 
 
 @pytest.fixture(scope="module")

@@ -162,5 +162,6 @@ def test_a_unit_or_the_controller_that_dies_ends_the_store(ray_address, unit_pid
         ("transfer_queue", "Rows are kept by TransferQueue 0.1.11 (storage: transfer_queue)."),
     ],
 )
-def test_the_doctor_says_which_storage_is_used(storage, said):
+def test_the_doctor_says_which_storage_is_used(storage, said, monkeypatch):
+    monkeypatch.setenv("TQ_NUM_THREADS", "1")  # else the import of TransferQueue would set it for good
     assert said in [each["what"] for each in _examination.diagnose("tq_simple", {"storage": storage})]

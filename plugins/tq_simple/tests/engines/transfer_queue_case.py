@@ -36,10 +36,8 @@ def holds(ray_address):
     level, what = found_by_doctor(config)[-1]
     assert level is Level.ERROR
     assert what.startswith("no TransferQueue runs on the Ray cluster")
-    program = Path(__file__).with_name("transfer_queue_system.py")
-    with subprocess.Popen(
-        [sys.executable, program, ray_address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as system:
+    command = [sys.executable, Path(__file__).with_name("transfer_queue_system.py"), ray_address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as system:
         assert system.stdout.readline() == "runs\n"
 
         def ask():
@@ -48,7 +46,7 @@ def holds(ray_address):
             return ast.literal_eval(system.stdout.readline())
 
         yield ask
-        system.kill()  # Ray waits for ever in the exit of some drivers, for a thread of its own
+        system.communicate()  # Ray's exit may hang if it has errors to print, and finds the output closed
 
 
 class TransferQueueCase(StoresRows):

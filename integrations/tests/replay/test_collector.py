@@ -193,6 +193,8 @@ def test_rollouts_of_several_rows_are_trained_on_once_and_those_that_failed_left
             written = client.put_samples(rows[: 4 - len(fails)], "replay", {"x": [each.prompt] * (4 - len(fails))})
             if each.prompt == 4 and not each.attempt:
                 raise RuntimeError("its engine is gone")
+            if each.prompt == 7 and not each.attempt:
+                continue  # a commit without any answer of a group is refused
             whole = written.slice(0, 2 if fails else 4)
             whole.stamp_tags({name: [value] * whole.size for name, value in tags.items()})
             client.seal(dict.fromkeys(each.sample_ids[: whole.size // 2], 2), "replay", ends_groups=True)

@@ -380,10 +380,7 @@ def serve(
 
     Args:
         client: This process's client. Writes the columns that ``rollout`` returns.
-        partition_id: As for `PromptSource`.
-        rollout: See `Rollout`.
-        lease_s: As for `PromptSource`.
-        options: As for `Collector`.
+        options: As for `Collector`, as is ``rollout``. ``partition_id`` and ``lease_s`` are those of `PromptSource`.
 
     Raises:
         CollectorFailedError: Too many rollouts failed one after another; the cause is the last error.
@@ -407,11 +404,10 @@ class AsyncCollector:
     `Collector`. `ReplayBuffer.select` and its like block: call them in a thread, with ``asyncio.to_thread``.
 
     Args:
-        buffer: As for `Collector`.
         rollout: See `AsyncRollout`.
         max_concurrent: How many coroutines run at the same time. Each occupies a thread that waits for it.
         abort_poll_s: How often each coroutine's groups are checked for staleness, in seconds.
-        options: As for `Collector`, besides ``num_threads``.
+        options: As for `Collector`, besides ``num_threads``, as is ``buffer``.
 
     Raises:
         InvalidRequestError: A number below 1, or a time of 0 s or less.

@@ -185,22 +185,18 @@ class DataPlanePolicy:
         keep_rows: bool = True,
         rollouts: bool = False,
     ) -> str:
-        """Registers the step's partition. Rows that it holds stay; an empty one begins anew.
+        """Registers the step's partition, as `DataPlaneClient.register_partition` does. Rows that it holds stay; an
+        empty one begins anew. Returns ``partition_id``.
 
         Args:
             num_samples: Number of rows that will be written, if claims need to know the end. Used with
                 ``keep_rows=False`` only: where rows stay, further calls may add to them, and `finish_partition` of the
                 client says that no more will come.
             group_size: Claims hand out whole groups of this many rows. Where rows stay, that of the earlier call.
-            partition_id: Its name.
-            fields: Fields that producers are expected to write; None: those of training. They may write more.
+            fields: None: those of training.
             consumer_tasks: The tasks that may claim. The calls on the workers claim nothing.
             keep_rows: Whether rows stay, such as those that dynamic sampling has kept of earlier generations. False:
                 they are dropped.
-            rollouts: Whether rows are those of rollouts, as `DataPlaneClient.register_partition` says.
-
-        Returns:
-            ``partition_id``.
         """
         names = self._train_fields if fields is None else list(fields)
         try:

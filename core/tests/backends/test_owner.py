@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 import torch
 from dataplane_sqlite_example import SQLiteStore
@@ -36,14 +37,6 @@ def pid_of(client):
     return backend_of(client).owner_pid(time.monotonic() + 60)
 
 
-def is_gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def test_clients_share_an_owner_that_ends_with_the_last_of_them_and_the_next_goes_on(path):
     with open_client(path) as client:
         client.register_partition("p", ["x"], None, ["t"])
@@ -52,9 +45,9 @@ def test_clients_share_an_owner_that_ends_with_the_last_of_them_and_the_next_goe
             assert pid_of(other) == pid != os.getpid()
             other.put_samples(["a"], "p", {"x": torch.tensor([1])})
             held = other.claim_meta("p", "t", ["x"], 1, lease_s=600)
-        assert not is_gone(pid)
+        assert psutil.pid_exists(pid)
         assert client.get_samples(["a"], "p", ["x"])["x"].tolist() == [1]
-    eventually(lambda: is_gone(pid), what="the end of an owner without clients")
+    eventually(lambda: not psutil.pid_exists(pid), what="the end of an owner without clients")
     with open_client(path, bootstrap=False) as late:
         assert pid_of(late) != pid
         assert late.claim_meta("p", "t", ["x"], 1, blocking=False).size == 0
@@ -113,7 +106,7 @@ def test_the_capacity_is_that_of_the_owner(path):
             other.register_partition("p", ["x"], None, ["t"])
             with pytest.raises(RuntimeError, match="1000"):
                 other.put_samples(["a"], "p", {"x": torch.zeros(1, 2000)})
-    eventually(lambda: is_gone(pid), what="the end of an owner without clients")
+    eventually(lambda: not psutil.pid_exists(pid), what="the end of an owner without clients")
     with open_client(path, bootstrap=False) as late, pytest.raises(RuntimeError, match="1000"):
         late.put_samples(["a"], "p", {"x": torch.zeros(1, 2000)})
 

@@ -40,14 +40,10 @@ def open_client(cls, **options):
     return connect_backend(cls, DataPlaneConfig(backend="plain", options=options), bootstrap=True)
 
 
-def frames(num_rows, size):
-    return [bytes(size) for _ in range(num_rows)]
-
-
 @pytest.mark.parametrize("index", [[0, 1], [0, 1, 2], [0, 0, 0], [0, -1, 1]])
 def test_shared_rows_that_do_not_fit_the_samples_are_refused(index):
     with pytest.raises(BackendError, match="'a' has 2 shared rows"):
-        writes_of({"a": SharedRows(frames(2, 1000), index)}, 3, ROW_COST)
+        writes_of({"a": SharedRows([bytes(1000)] * 2, index)}, 3, ROW_COST)
 
 
 class Counting(Plain):

@@ -32,11 +32,12 @@ def make_batch(**extra):
 
 
 def write(client, batch, **kwargs):
-    return kv_first_write(batch, sample_ids=IDS, dp_client=client, partition_id="train", **kwargs)
+    ids = IDS[: len(batch["input_ids"])]
+    return kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id="train", **kwargs)
 
 
 def stored(client, name):
-    return client.get_samples(IDS, "train", [name]).get(name)
+    return client.get_samples(client.list_sample_ids("train"), "train", [name]).get(name)
 
 
 def one_beyond(dtype):
@@ -113,7 +114,7 @@ def test_given_tags_and_info_are_not_changed_and_what_the_write_shows_wins(clien
 
 def test_an_empty_batch_writes_nothing(client):
     batch = {"input_ids": torch.zeros(0, 8, dtype=torch.int64), "input_lengths": torch.zeros(0, dtype=torch.int64)}
-    meta = kv_first_write(batch, sample_ids=[], dp_client=client, partition_id="train")
+    meta = write(client, batch)
     assert (meta.size, meta.sequence_lengths) == (0, [])
 
 
@@ -147,13 +148,8 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_written(client, column
 # --- on which side rows are padded ------------------------------------------------------------------------------------
 
 
-def put(client, batch, ids="abcd", **more):
-    ids = list(ids)[: len(batch["input_lengths"])]
-    return kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id="train", **more)
-
-
 def rows_stored(client, name):
-    return rows_of(client.get_samples(["a", "b"], "train", [name])[name])
+    return rows_of(stored(client, name))
 
 
 LEFT = {"input_ids": tensor([[0, 0, 0, 7, 8], [1, 2, 3, 4, 5]]), "input_lengths": tensor([2, 5])}
@@ -178,7 +174,7 @@ def test_a_mask_says_where_the_tokens_are(client, sides, dtype):
         "position_ids": padded([[0, 1], [0, 1, 2, 3]], 6, sides, pad=1),
         "embedding": torch.arange(16.0).view(2, 8),
     }
-    meta = put(client, batch)
+    meta = write(client, batch)
     for name in ("input_ids", "generation_logprobs"):
         assert rows_stored(client, name) == tokens
     assert [[cell[1][2] for cell in row] for row in rows_stored(client, "routed_experts")] == tokens
@@ -190,7 +186,7 @@ def test_a_mask_says_where_the_tokens_are(client, sides, dtype):
 
 
 def test_columns_written_later_are_cut_where_the_tokens_of_the_first_write_began(client):
-    meta = put(client, {**LEFT, **MASK})
+    meta = write(client, {**LEFT, **MASK})
     assert meta.token_starts == [3, 0]
     logprobs = {"prev_logprobs": LEFT["input_ids"] / 8}
     expected = [[7 / 8, 1], [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8]]
@@ -203,7 +199,7 @@ def test_columns_written_later_are_cut_where_the_tokens_of_the_first_write_began
 
 
 def test_what_is_computed_from_rows_that_were_read_begins_at_0(client):
-    meta = put(client, {**LEFT, **MASK})
+    meta = write(client, {**LEFT, **MASK})
     read = read_columns(client, meta)
     write_columns(client, meta, {"prev_logprobs": read["input_ids"] / 8})
     assert rows_stored(client, "prev_logprobs") == [[7 / 8, 1], [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8]]
@@ -230,13 +226,13 @@ TAKEN = {
 @pytest.mark.parametrize("kind", TAKEN)
 def test_right_padded_rows_are_cut_whatever_the_padding_is(client, kind, warnings):
     batch, name, rows = TAKEN[kind]
-    put(client, batch)
+    write(client, batch)
     assert rows_stored(client, name) == rows
     assert not warnings()
 
 
 def test_zeros_where_rows_begin_are_no_padding_if_they_end_with_some(client):
-    meta = put(client, batch_of([[0, 7, 9, 9, 9], [0, 2, 3, 4, 9]], [2, 4]))
+    meta = write(client, batch_of([[0, 7, 9, 9, 9], [0, 2, 3, 4, 9]], [2, 4]))
     write_columns(client, meta, {"advantages": tensor([[0.0, 1.0, 1.0, 1.0, 1.0], [0.0, -2.0, -2.0, 3.0, -0.0]])})
     assert rows_stored(client, "advantages") == [[0.0, 1.0], [0.0, -2.0, -2.0, 3.0]]
 
@@ -264,7 +260,7 @@ WARNED = {
 def test_without_a_mask_it_is_warned_once_if_tokens_seem_to_be_cut_off(client, kind, warnings):
     batch, row = WARNED[kind]
     for _ in range(2):
-        put(client, batch)
+        write(client, batch)
     (warned,) = warnings()
     assert f"row {row} of field 'input_ids'" in warned
     assert "attention_mask" in warned
@@ -293,10 +289,10 @@ LOSES_TOKENS = {
 def test_rows_that_would_lose_tokens_are_refused(client, kind):
     batch, named = LOSES_TOKENS[kind]
     with pytest.raises(InvalidRequestError, match=named):
-        put(client, batch)
+        write(client, batch)
     assert client.list_samples("train").size == 0
 
 
 def test_declared_columns_are_cut_whatever_they_hold(client):
-    put(client, {**LEFT, **MASK, **POSITIONS}, token_aligned_fields=["input_ids", "position_ids"])
+    write(client, {**LEFT, **MASK, **POSITIONS}, token_aligned_fields=["input_ids", "position_ids"])
     assert rows_stored(client, "position_ids") == [[3, 4], [0, 1, 2, 3, 4]]

@@ -1,6 +1,7 @@
 """`AsyncDataPlaneClient`: waiting, cancellation, closing, and that its operations are those of `DataPlaneClient`."""
 
 import asyncio
+import contextlib
 import inspect
 import pickle
 import re
@@ -48,6 +49,16 @@ async def test_claims_that_wait_hold_no_thread_and_each_gets_its_own_sample():
         given = [sample_id for meta in await asyncio.gather(*claims) for sample_id in meta.sample_ids]
         assert sorted(given) == sorted(f"s{i}" for i in range(200))
         assert num_threads <= threading.active_count() + 2
+
+
+@contextlib.asynccontextmanager
+async def _putting(threads=2, before=True):
+    """A client, its put of the sample ``a``, and the gate that holds this put back."""
+    gate = Gate("put_samples", before=before)
+    async with await _open(gate, threads=threads) as client:
+        put = asyncio.create_task(_put(client, "a"))
+        await gate.is_entered()
+        yield client, put, gate
 
 
 async def _cancelled(task):
@@ -103,15 +114,11 @@ async def test_a_claim_that_is_cancelled_when_it_was_handed_samples(words, outco
 
 @pytest.mark.parametrize("before", [True, False])
 async def test_a_put_that_is_cancelled_under_way_is_waited_for_and_says_what_became_of_it(before):
-    gate = Gate("put_samples", before=before)
-    async with await _open(gate) as client:
-        told = await _cancelled_under_way(gate, asyncio.create_task(_put(client, "a")))
+    async with _putting(before=before) as (client, put, gate):
+        told = await _cancelled_under_way(gate, put)
         assert (told.outcome, told.result.sample_ids) == ("done", ["a"])
         assert await client.list_sample_ids("p") == ["a"]
-    gate = Gate("put_samples")
-    async with await _open(gate) as client:
-        put = asyncio.create_task(_put(client, "a"))
-        await gate.is_entered()
+    async with _putting() as (client, put, gate):
         await client.clear_samples(None, "p")
         told = await _cancelled_under_way(gate, put)
         assert (told.outcome, type(told.__cause__)) == ("failed", UnknownPartitionError)
@@ -133,10 +140,7 @@ async def test_a_put_that_is_cancelled_while_it_waits_for_room_gives_up():
 
 @pytest.mark.parametrize("how", ["timeout", "wait_for"])
 async def test_a_timeout_of_asyncio_is_a_timeout_error_and_knows_what_became_of_the_operation(how):
-    gate = Gate("put_samples")
-    async with await _open(gate) as client:
-        put = asyncio.create_task(_put(client, "a"))
-        await gate.is_entered()
+    async with _putting() as (_, put, gate):
 
         async def in_time():
             if how == "wait_for":
@@ -156,10 +160,7 @@ async def test_a_timeout_of_asyncio_is_a_timeout_error_and_knows_what_became_of_
 
 
 async def test_a_put_that_is_cancelled_before_it_runs_changes_nothing():
-    gate = Gate("put_samples")
-    async with await _open(gate, threads=1) as client:
-        first = asyncio.create_task(_put(client, "a"))
-        await gate.is_entered()
+    async with _putting(threads=1) as (client, first, gate):
         second = asyncio.create_task(_put(client, "b"))
         await asyncio.sleep(0)
         second.cancel()
@@ -173,17 +174,13 @@ BUSY = r"all 1 threads of this client were busy\. It was not run"
 
 
 async def test_an_operation_that_finds_no_free_thread_times_out_while_they_are_busy():
-    gate = Gate("put_samples")
-    client = await _open(gate, threads=1)
-    first = asyncio.create_task(_put(client, "a"))
-    await gate.is_entered()
-    client._client._connection.config = client.config.model_copy(update={"op_timeout_s": 1.0})
-    with pytest.raises(OperationTimeoutError, match=BUSY) as caught:
-        await _put(client, "b")
-    assert caught.value.outcome == "not_done"
-    gate.opened.set()
-    await asyncio.gather(first, return_exceptions=True)
-    await client.close()
+    async with _putting(threads=1) as (client, first, gate):
+        client._client._connection.config = client.config.model_copy(update={"op_timeout_s": 1.0})
+        with pytest.raises(OperationTimeoutError, match=BUSY) as caught:
+            await _put(client, "b")
+        assert caught.value.outcome == "not_done"
+        gate.opened.set()
+        await asyncio.gather(first, return_exceptions=True)
 
 
 async def test_closing_ends_claims_that_wait_and_then_refuses():

@@ -36,6 +36,14 @@ def fail(error=KeyboardInterrupt):
     raise error
 
 
+def opened():
+    """A client of a store with a sample."""
+    client = connect({"backend": "noop", "op_timeout_s": 300})
+    client.register_partition("p", ["x"], None, ["t"])
+    client.put_samples(["a"], "p", {"x": [1.0]})
+    return client
+
+
 def in_the_middle(client, monkeypatch, command_type, act):
     """Has the ledger act in the middle of a command."""
     ledger = backend_of(client)._service.ledger
@@ -84,9 +92,7 @@ def test_the_thread_of_a_ledger_ends_with_it_and_leaves_no_caller_waiting(end):
 
 
 def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_what_that_got(handle, monkeypatch):
-    client = connect({"backend": "noop", "op_timeout_s": 300})
-    client.register_partition("p", ["x"], None, ["t"])
-    client.put_samples(["a"], "p", {"x": [1.0]})
+    client = opened()
     ledger = backend_of(client)._service.ledger
     handle(lambda: (client.close(), fail(SystemExit)))
     with monkeypatch.context() as patch:
@@ -96,9 +102,7 @@ def test_a_close_in_a_handler_does_not_wait_for_the_call_below_and_gives_back_wh
     (task,) = ledger.apply(commands.InspectRequest("p"), time.monotonic()).tasks.values()
     assert (task.num_ready, task.num_leased) == (1, 0)
 
-    client = connect({"backend": "noop", "op_timeout_s": 300})
-    client.register_partition("p", ["x"], None, ["t"])
-    client.put_samples(["a"], "p", {"x": [1.0]})
+    client = opened()
     with monkeypatch.context() as patch:
         patch.setattr(claims, "claimed", lambda *_: fail())
         with pytest.raises(KeyboardInterrupt):  # with its samples in hand

@@ -123,25 +123,13 @@ def test_a_client_remembers_the_partitions_that_it_used_last(client, monkeypatch
 PAIR = ["q0_g0", "q0_g1"]
 
 
-def nothing(client):
-    pass
-
-
-def lose(client):
-    client.clear_samples(["q1_g1"], "p")
-
-
-def give_one(client):
-    client.reset_consumption("p", "train", ["q1_g0"])
-
-
 @pytest.mark.parametrize(
     ("others", "then", "num_left", "said"),
     [
-        (["q1_g0"], nothing, 1, "'q1' has 1. Samples in such groups: 1."),
-        (["q1_g0", "q2_g0"], nothing, 2, "'q1' has 1, 'q2' has 1. Samples in such groups: 2."),
-        (["q1_g0", "q1_g1"], lose, 1, ""),
-        (["q1_g0", "q1_g1"], give_one, 1, ""),
+        (["q1_g0"], lambda c: None, 1, "'q1' has 1. Samples in such groups: 1."),
+        (["q1_g0", "q2_g0"], lambda c: None, 2, "'q1' has 1, 'q2' has 1. Samples in such groups: 2."),
+        (["q1_g0", "q1_g1"], lambda c: c.clear_samples(["q1_g1"], "p"), 1, ""),
+        (["q1_g0", "q1_g1"], lambda c: c.reset_consumption("p", "train", ["q1_g0"]), 1, ""),
     ],
     ids=["short", "two short", "one lost", "half given"],
 )

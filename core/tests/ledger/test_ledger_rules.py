@@ -79,31 +79,22 @@ def test_a_claim_that_comes_again_after_a_clear_opens_no_partition():
 # --- the batches of ranks ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def open_ledger():
-    return ledger()
-
-
 def put_rows(made, *names, **tags):
     made.apply(commands.PutTags("p", names, [tags] * len(names)), 0.0)
 
 
-def clear_rows(made, *names):
-    made.apply(commands.ClearRequest("p", names, request_id=None), 0.0)
-
-
 def claim_batch(made, batch_index, count=1, **options):
-    options = {"all_or_nothing": False, "lease_s": None, "token": "token", "dp_rank": 0, **options}
-    command = commands.ClaimRequest("p", "t", [], count, batch_index=batch_index, batch_epoch="e", **options)
-    return list(made.apply(command, 0.0).sample_ids)
+    options = {"all_or_nothing": False, "token": "token", "dp_rank": 0, "batch_epoch": "e", **options}
+    return list(made.apply(claim(count, (), batch_index=batch_index, **options), 0.0).sample_ids)
 
 
-def test_a_sample_that_was_cleared_and_written_anew_is_of_no_batch_before(open_ledger):
-    put_rows(open_ledger, "a", "b")
-    assert claim_batch(open_ledger, 0, 2) == ["a", "b"]
-    clear_rows(open_ledger, "b")
-    put_rows(open_ledger, "b")
-    for made in (open_ledger, saved_and_loaded(open_ledger)):
+def test_a_sample_that_was_cleared_and_written_anew_is_of_no_batch_before():
+    before = ledger()
+    put_rows(before, "a", "b")
+    assert claim_batch(before, 0, 2) == ["a", "b"]
+    before.apply(commands.ClearRequest("p", ["b"], request_id=None), 0.0)
+    put_rows(before, "b")
+    for made in (before, saved_and_loaded(before)):
         with pytest.raises(InvalidRequestError, match="samples of it were cleared"):
             claim_batch(made, 0, 2)
         assert claim_batch(made, 1) == claim_batch(made, 1) == ["b"]

@@ -100,10 +100,7 @@ def config(tmp_path):
 def here(monkeypatch):
     """The backend is examined in this process, which spares a fresh one's imports."""
 
-    def ask(function, **arguments):
-        return getattr(_examination, function)(**arguments)
-
-    monkeypatch.setattr(_examination, "ask", ask)
+    monkeypatch.setattr(_examination, "ask", lambda function, **asked: getattr(_examination, function)(**asked))
 
 
 def test_a_backend_that_needs_nothing_is_well(capsys):

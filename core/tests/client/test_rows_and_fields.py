@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from dataplane_core import KVBatchMeta, connect, connect_async, stream
-from dataplane_core.config import DataPlaneConfig
-from dataplane_core.connecting import connect_backend
 from dataplane_core.errors import BackendError, ClaimTimeoutError, LeaseExpiredError, MissingDataError
 from dataplane_core.spec import new_id, this_process
 from dataplane_noop import NoopBackend
@@ -257,18 +255,14 @@ def refuse(*_, **__):
     ids=repr,
 )
 @pytest.mark.parametrize("where", ["start", "list_partitions"])
-def test_what_a_backend_lacks_is_named(error, hint, where):
-    def fail(self, *_, **__):
+def test_what_a_backend_lacks_is_named(monkeypatch, error, hint, where):
+    def fail():
         raise error
 
-    def use():
-        with connect_backend(lacking, DataPlaneConfig(backend="lacking")) as client:
-            client.list_partitions()
-
-    lacking = type("lacking", (NoopBackend,), {})
-    setattr(lacking, where, fail if where == "start" else lambda self, request: fail(self))
-    with pytest.raises(BackendError, match=hint):
-        use()
+    fails = {"start": lambda self, **_: fail(), "list_partitions": lambda self, request: fail()}
+    monkeypatch.setattr(NoopBackend, where, fails[where])
+    with pytest.raises(BackendError, match=hint), connect({"backend": "noop"}) as client:
+        client.list_partitions()
 
 
 def test_a_client_without_an_announcing_thread_works_and_closes(monkeypatch):

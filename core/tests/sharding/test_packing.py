@@ -31,10 +31,11 @@ def problems(draw):
     return lengths, capacity
 
 
-def first_fit(order, lengths, capacity):
+def fitted(order, lengths, capacity, tried=list):
+    """Each sequence goes into the first of the bins that are tried, of those that there are, in which it fits."""
     bins = []
     for position in order:
-        for each in bins:
+        for each in tried(bins):
             if sum(lengths[other] for other in each) + lengths[position] <= capacity:
                 each.append(position)
                 break
@@ -74,28 +75,12 @@ def five_phases(lengths, capacity):
     for each in bins:
         while taken := take_largest(left, capacity - sum(each)):
             each += taken
-    plans = [first_fit(range(len(left)), left, capacity), most_room(left, capacity)]
+
+    def emptiest(bins):
+        return sorted(bins, key=lambda each: sum(left[other] for other in each))[:1]
+
+    plans = [fitted(range(len(left)), left, capacity, tried) for tried in (list, emptiest)]
     return bins + [[left[i] for i in each] for each in min(plans, key=len)]
-
-
-def most_room(lengths, capacity):
-    bins = []
-    for position, length in enumerate(lengths):
-        emptiest = min(bins, key=lambda each: sum(lengths[other] for other in each), default=None)
-        if emptiest is None or sum(lengths[other] for other in emptiest) + length > capacity:
-            bins.append([])
-            emptiest = bins[-1]
-        emptiest.append(position)
-    return bins
-
-
-def next_fit(lengths, capacity):
-    bins = []
-    for position, length in enumerate(lengths):
-        if not bins or sum(lengths[other] for other in bins[-1]) + length > capacity:
-            bins.append([])
-        bins[-1].append(position)
-    return bins
 
 
 def raised(bins, target):
@@ -112,9 +97,9 @@ def test_packers_do_what_they_say(problem, seed):
     lengths, capacity = problem
     falling = sorted(range(len(lengths)), key=lambda position: -lengths[position])
     shuffled = np.random.RandomState(seed).permutation(len(lengths)).tolist()
-    assert concatenative(lengths, capacity) == next_fit(lengths, capacity)
-    assert first_fit_decreasing(lengths, capacity) == first_fit(falling, lengths, capacity)
-    assert first_fit_shuffle(lengths, capacity, seed=seed) == first_fit(shuffled, lengths, capacity)
+    assert concatenative(lengths, capacity) == fitted(range(len(lengths)), lengths, capacity, lambda bins: bins[-1:])
+    assert first_fit_decreasing(lengths, capacity) == fitted(falling, lengths, capacity)
+    assert first_fit_shuffle(lengths, capacity, seed=seed) == fitted(shuffled, lengths, capacity)
 
 
 @given(problems())

@@ -136,18 +136,15 @@ def put(client, write_id, columns):
     client.put({write_id: list(columns)}, soon())
 
 
-def rows(columns, name):
-    column = columns[name]
+def rows(column):
     return list(column.values.split(column.lengths.tolist()) if isinstance(column, Ragged) else column)
 
 
 def assert_rows(found, columns, wanted):
     assert found.keys() == columns.keys()
-    for name in columns:
-        expected = rows(columns, name)
-        got = rows(found, name)
-        assert len(got) == len(wanted)
-        for row, index in zip(got, wanted, strict=True):
+    for name, column in columns.items():
+        expected = rows(column)
+        for row, index in zip(rows(found[name]), wanted, strict=True):
             assert row.dtype == expected[index].dtype
             assert torch.equal(row, expected[index])
 
@@ -167,7 +164,7 @@ def test_rows_come_back_bit_for_bit(unit, path, lengths):
     for wanted in (list(range(count)), random, random[: count // 2 + 1], [*random, *random[:2]]):
         assert_rows(get(client, 7, wanted), columns, wanted)
     one = get(client, 7, [count - 1], {"ragged": SPECS["ragged"]})
-    assert torch.equal(rows(one, "ragged")[0], rows(columns, "ragged")[-1])
+    assert torch.equal(rows(one["ragged"])[0], rows(columns["ragged"])[-1])
 
 
 def test_a_full_host_says_so_and_leaves_nothing(unit, path):
@@ -315,8 +312,8 @@ def test_rows_that_were_written_whole_come_back_and_those_that_do_not_exist_go(t
         get(client, 1, [0])
     life = Unit(folder=tmp_path)
     client = life.client(path)
-    for write_id, rows in ((1, [2, 1, 0]), (2, [2, 1])):
-        assert_rows(get(client, write_id, rows), columns, rows)
+    for write_id, wanted in ((1, [2, 1, 0]), (2, [2, 1])):
+        assert_rows(get(client, write_id, wanted), columns, wanted)
     client.session.call("retain", soon(), Retain({1: [0, 1, 2], 2: [1, 2]}))
     assert_rows(get(client, 1, [0]), columns, [0])
     for gone in (2, 3, 4):

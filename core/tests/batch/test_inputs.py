@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 
 import datasets
 import numpy as np
@@ -145,14 +146,8 @@ FEATURES = {
 }
 #: What a slice of this format gives is another value: tensors in JSON, nested lists, text for JSON.
 OWN_VALUES = {
-    ("torch", "json"),
-    ("torch", "tool calls"),
-    ("numpy", "json"),
-    ("numpy", "tool calls"),
-    ("arrow", "json"),
-    ("arrow", "tool calls"),
-    (None, "matrices"),
-    (None, "matrices of any length"),
+    *product(("torch", "numpy", "arrow"), ("json", "tool calls")),
+    *((None, "matrices"), (None, "matrices of any length")),
 }
 
 

@@ -197,10 +197,6 @@ def test_an_object_outside_the_closed_set_names_field_row_and_type_and_may_be_pi
 # --- replies ----------------------------------------------------------------------------------------------------------
 
 
-def raised(column, spec, wire=JAGGED, **kwargs):
-    return decode_columns({"x": column}, {"x": spec}, 3, wire, **kwargs)["x"]
-
-
 def of_offsets(*cuts):
     return Ragged(torch.zeros(6), torch.tensor(cuts))
 
@@ -244,4 +240,4 @@ WRONG_REPLIES = [
 @pytest.mark.parametrize(("column", "spec", "wire"), WRONG_REPLIES)
 def test_a_reply_that_is_not_what_the_spec_says_is_a_backend_error(column, spec, wire):
     with pytest.raises((BackendError, FrameError), match=r"'x'|float99"):
-        raised(column, spec, wire)
+        decode_columns({"x": column}, {"x": spec}, 3, wire)

@@ -17,6 +17,15 @@ def notes_in(folder, **options):
     return log
 
 
+def failing(number):
+    """A call of the system that fails."""
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
 class Logs:
     """A folder, and the process that has its log."""
 
@@ -142,17 +151,14 @@ def test_what_a_full_disk_has_no_room_for_is_not_there(logs, monkeypatch):
 
     def full(fd, data, offset):
         pwrite(fd, data[: len(data) - 3], offset)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def refuse(fd, size):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        failing(errno.ENOSPC)()
 
     with monkeypatch.context() as patch:
         patch.setattr(room.os, "pwrite", full)
         with pytest.raises(BackendUnavailableError, match="No space left") as caught:
             logs.add(b"a" * 50)
         assert (caught.value.outcome, caught.value.retryable) == ("not_done", True)
-        patch.setattr(room.os, "ftruncate", refuse)
+        patch.setattr(room.os, "ftruncate", failing(errno.EIO))
         with pytest.raises(BackendUnavailableError, match="Input/output"):
             logs.add(b"a" * 50)
     logs.add(b"b")
@@ -166,7 +172,7 @@ def test_a_full_disk_has_room_for_what_makes_room(logs, monkeypatch):
 
     def full(fd, data, offset):
         if os.fstat(reserve).st_blocks:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            failing(errno.ENOSPC)()
         return pwrite(fd, data, offset)
 
     with monkeypatch.context() as patch:
@@ -187,16 +193,13 @@ def test_a_full_disk_has_room_for_what_makes_room(logs, monkeypatch):
     [(errno.ENOSPC, "Make room on the disk"), (errno.EDQUOT, "Make room"), (errno.EACCES, "Every node .* must see")],
 )
 def test_a_log_that_cannot_be_opened_says_what_to_do(logs, monkeypatch, number, hint):
-    def refuse(*_):
-        raise OSError(number, os.strerror(number))
-
     with monkeypatch.context() as patch:
-        patch.setattr(room.os, "open", refuse)
+        patch.setattr(room.os, "open", failing(number))
         for _ in range(2):
             with pytest.raises(BackendUnavailableError, match=hint):
                 FolderLog(logs.folder).begin()
             patch.undo()
-            patch.setattr(room, "write_file", refuse)
+            patch.setattr(room, "write_file", failing(number))
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 100])
@@ -216,13 +219,10 @@ def test_a_log_that_was_closed_and_is_shorter_now_is_refused(tmp_path, cut_bytes
 
 
 def test_a_log_is_opened_again_whose_end_found_a_full_disk(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     log = notes_in(tmp_path)
     log.note("n", b"value")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", refuse)
+        patch.setattr(os, "write", failing(errno.ENOSPC))
         log.finish()
     log.close()
     assert notes_in(tmp_path).notes == {"n": b"value"}

@@ -118,33 +118,6 @@ def test_an_empty_batch_writes_nothing(client):
     assert (meta.size, meta.sequence_lengths) == (0, [])
 
 
-#: Columns, arguments, the class of the error, and what it must name.
-REFUSED = [
-    (
-        {},
-        {"required_fields": ["input_ids", "routed_experts", "audio"]},
-        InvalidRequestError,
-        "'routed_experts', 'audio'",
-    ),
-    ({}, {"pad_to_multiple": 0}, InvalidRequestError, "pad_to_multiple must be at least 1"),
-    ({}, {"tags": [{}]}, InvalidRequestError, "tags must align 1:1"),
-    ({"text": ["a"]}, {}, InvalidRequestError, r"'text' has 1 rows\. Expected 4"),
-    ({"input_lengths": torch.tensor(LENGTHS).float()}, {}, InvalidRequestError, "field 'input_lengths'.*float32"),
-    ({"input_lengths": torch.tensor([3, 9, 1, 4])}, {}, InvalidRequestError, "row 1 has length 9, .* padded to 8"),
-    ({"strange": "text"}, {}, InvalidTypeError, "field 'strange' is a non-tensor leaf"),
-    ({"strange": np.zeros(4, "M8[s]")}, {}, InvalidTypeError, "field 'strange' is a non-tensor column"),
-    ({"strange": None}, {}, InvalidTypeError, "field 'strange' is a non-tensor leaf"),
-    ({"text": [("a",), 2, 3, 4]}, {}, InvalidTypeError, "object field 'text', row 0.* of type tuple"),
-]
-
-
-@pytest.mark.parametrize(("columns", "kwargs", "error", "named"), REFUSED)
-def test_what_cannot_be_written_is_refused_and_nothing_is_written(client, columns, kwargs, error, named):
-    with pytest.raises(error, match=named):
-        write(client, make_batch(**columns), **kwargs)
-    assert client.list_samples("train").size == 0
-
-
 # --- on which side rows are padded ------------------------------------------------------------------------------------
 
 
@@ -267,29 +240,36 @@ def test_without_a_mask_it_is_warned_once_if_tokens_seem_to_be_cut_off(client, k
 
 
 RIGHT = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "input_lengths": tensor([5, 3])}
-LOSES_TOKENS = {
-    "a mask that contradicts the lengths": (
-        {**LEFT, **MASK, "input_lengths": tensor([1, 5])},
-        r"row 0 counts the places 3 to 4, but its length is 1\. Expected 2",
-    ),
-    "a column as wide as left-padded tokens that is not padded with them": (
-        {**LEFT, **MASK, **POSITIONS},
-        "field 'position_ids' is as wide as 'input_ids', but in row 0",
-    ),
-    "logprobs of the next tokens": ({**RIGHT, "generation_logprobs": torch.zeros(2, 7)}, "it is 7 wide"),
-    "logprobs of the response": ({**RIGHT, "generation_logprobs": torch.zeros(2, 6)}, "it is 6 wide"),
-    "jagged rows that are one short": (
-        {**RIGHT, "generation_logprobs": jagged([4, 2])},
-        "row 0 has 4 elements and 5 tokens",
-    ),
-}
+#: What is written, arguments, the class of the error, and what it must name.
+REFUSED = [
+    (make_batch(), {"required_fields": ["input_ids", "voice", "audio"]}, InvalidRequestError, "'voice', 'audio'"),
+    (make_batch(), {"pad_to_multiple": 0}, InvalidRequestError, "pad_to_multiple must be at least 1"),
+    (make_batch(), {"tags": [{}]}, InvalidRequestError, "tags must align 1:1"),
+    (make_batch(text=["a"]), {}, InvalidRequestError, r"'text' has 1 rows\. Expected 4"),
+    (make_batch(input_lengths=tensor(LENGTHS).float()), {}, InvalidRequestError, "field 'input_lengths'.*float32"),
+    (make_batch(input_lengths=tensor([3, 9, 1, 4])), {}, InvalidRequestError, "row 1 has length 9, .* padded to 8"),
+    (make_batch(strange="text"), {}, InvalidTypeError, "field 'strange' is a non-tensor leaf"),
+    (make_batch(strange=np.zeros(4, "M8[s]")), {}, InvalidTypeError, "field 'strange' is a non-tensor column"),
+    (make_batch(strange=None), {}, InvalidTypeError, "field 'strange' is a non-tensor leaf"),
+    (make_batch(text=[("a",), 2, 3, 4]), {}, InvalidTypeError, "object field 'text', row 0.* of type tuple"),
+    # tokens would be lost
+    ({**LEFT, **MASK, "input_lengths": tensor([1, 5])}, {}, InvalidRequestError, "row 0 counts the places 3 to 4"),
+    ({**LEFT, **MASK, **POSITIONS}, {}, InvalidRequestError, "'position_ids' is as wide as 'input_ids', but in row 0"),
+    (
+        {**RIGHT, "generation_logprobs": torch.zeros(2, 7)},
+        {},
+        InvalidRequestError,
+        "it is 7 wide",
+    ),  # of the next tokens
+    ({**RIGHT, "generation_logprobs": torch.zeros(2, 6)}, {}, InvalidRequestError, "it is 6 wide"),  # of the response
+    ({**RIGHT, "generation_logprobs": jagged([4, 2])}, {}, InvalidRequestError, "row 0 has 4 elements and 5 tokens"),
+]
 
 
-@pytest.mark.parametrize("kind", LOSES_TOKENS)
-def test_rows_that_would_lose_tokens_are_refused(client, kind):
-    batch, named = LOSES_TOKENS[kind]
-    with pytest.raises(InvalidRequestError, match=named):
-        write(client, batch)
+@pytest.mark.parametrize(("batch", "kwargs", "error", "named"), REFUSED)
+def test_what_cannot_be_written_is_refused_and_nothing_is_written(client, batch, kwargs, error, named):
+    with pytest.raises(error, match=named):
+        write(client, batch, **kwargs)
     assert client.list_samples("train").size == 0
 
 

@@ -166,18 +166,16 @@ def test_what_is_no_fault(tmp_path, finds):
     assert finds({}, steps=[4] * 4, untrained=[])["tasks"] == ["eval", "trainer"]
 
 
-def test_which_clients_were_closed(tmp_path, look):
-    for role in ("closed", "killed"):
-        train(tmp_path, [q(0)], role=role)
-    for path in tmp_path.glob("*-000000.jsonl"):
-        lines = path.read_bytes().splitlines(keepends=True)
-        if b'"role":"killed"' in lines[0]:
-            path.write_bytes(b"".join(lines[:-1]))
+def test_which_clients_were_closed_and_which_one_was_killed(tmp_path, look, finds):
+    for number, role in enumerate(("closed", "killed")):
+        train(tmp_path, [q(number)], first_step=number + 1, role=role)
+    (path,) = (path for path in tmp_path.glob("*-000000.jsonl") if b'"role":"killed"' in path.read_bytes())
+    path.write_bytes(path.read_bytes()[:-40])
     with recorded_run(tmp_path, role="open"):
-        clients = look(tmp_path, "--json")[1]["clients"]
+        found = finds({}, steps=[2, 2], lacks="is cut off, as a killed process leaves it")
         assert "not closed" in look(tmp_path)[1]
     states = {"closed": "closed", "killed": "not closed", "open": "open"}
-    assert {each["role"]: each["state"] for each in clients} == states
+    assert {each["role"]: each["state"] for each in found["clients"]} == states
 
 
 def test_a_client_that_ends_or_goes_on_while_it_is_looked_at(tmp_path, look, monkeypatch):
@@ -540,13 +538,6 @@ def test_rows_that_are_damaged_and_a_recording_that_is_not_there(tmp_path, look)
         said = f"the rows of '{damaged[0][0]}' are damaged: "
         for options in ((), ("--step", 1)):
             assert said in look(copy, *options)[1]
-
-
-def test_a_writer_that_was_killed(tmp_path, finds):
-    train(tmp_path, [q(0), q(1)])
-    (path,) = tmp_path.glob("*-000000.jsonl")
-    path.write_bytes(path.read_bytes()[:-40])
-    finds({}, steps=[2, 2], lacks="is cut off, as a killed process leaves it")
 
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["lines were lost", "segments were deleted"])

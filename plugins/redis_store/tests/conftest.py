@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from dataplane_core.config import DataPlaneConfig
 from dataplane_core.connecting import connect_backend
@@ -118,22 +117,6 @@ def connect():
     yield make
     for client in reversed(clients):
         client.close()
-
-
-@pytest.fixture
-def every_operation():
-    """Has a client send Redis every command that it may send."""
-
-    def run(client, partition="p"):
-        ids = [f"s{row}" for row in range(8)]
-        client.register_partition(partition, ["x"], None, ["train"])
-        for size in (3, 20_000):
-            client.put_samples(ids, partition, {"x": torch.ones(8, size)})
-            assert client.get_samples(ids, partition, ["x"])["x"].shape == (8, size)
-        client.ack(client.claim_meta(partition, "train", ["x"], 2, lease_s=60))
-        client.clear_samples(None, partition)
-
-    return run
 
 
 @pytest.fixture

@@ -43,6 +43,17 @@ def columns(count, size=1, value=0):
     return {"x": torch.full((count, size), float(value), dtype=torch.float64)}
 
 
+def every_operation(client):
+    """Has a client send Redis every command that it may send."""
+    ids = [f"s{row}" for row in range(8)]
+    client.register_partition("p", ["x"], None, ["train"])
+    for size in (SMALL, LARGE):
+        client.put_samples(ids, "p", columns(8, size, 1))
+        assert client.get_samples(ids, "p", ["x"])["x"].shape == (8, size)
+    client.ack(client.claim_meta("p", "train", ["x"], 2, lease_s=60))
+    client.clear_samples(None, "p")
+
+
 wait_until = functools.partial(eventually, within_s=60.0)
 
 

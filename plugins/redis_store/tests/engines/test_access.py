@@ -9,7 +9,7 @@ import pytest
 import redis
 import torch
 from doctors import findings
-from redis_servers import wait_until
+from redis_servers import every_operation, wait_until
 
 from dataplane_core.backends import Level
 from dataplane_core.errors import BackendUnavailableError
@@ -32,7 +32,7 @@ def refused(server):
     return [each for each in map(str, server.admin("ACL", "LOG")) if "client|setinfo" not in each]
 
 
-def test_the_documented_user_of_a_cluster_can_do_everything(cluster, connect, every_operation):
+def test_the_documented_user_of_a_cluster_can_do_everything(cluster, connect):
     (more,) = re.findall(r"In a Redis Cluster, [^`]*`([^`]*)`", _README.read_text(encoding="utf-8"))
     for node in cluster:
         node.admin(*documented_user(), *more.split())
@@ -41,7 +41,7 @@ def test_the_documented_user_of_a_cluster_can_do_everything(cluster, connect, ev
     assert not [each for node in cluster for each in refused(node)]
 
 
-def test_the_documented_user_can_do_everything_and_nothing_else(start_server, connect, every_operation, hurries):
+def test_the_documented_user_can_do_everything_and_nothing_else(start_server, connect, hurries):
     server = start_server()
     words = documented_user()
     server.admin(*words)
@@ -110,7 +110,7 @@ def parameters(folder, authority="ca"):
     return f"ssl_ca_certs={folder}/{authority}.pem&ssl_certfile={folder}/client.pem&ssl_keyfile={folder}/client.key"
 
 
-def test_tls_with_certificates_and_a_user(start_server, connect, every_operation, certificates):
+def test_tls_with_certificates_and_a_user(start_server, connect, certificates):
     server = start_server(tls=certificates / "server")
     server.admin(*documented_user())
     user, place, asked = f"dataplane:{_PASSWORD}", f"localhost:{server.tls_port}", parameters(certificates)

@@ -1,7 +1,7 @@
 """Valkey instead of Redis; and the wait for append-only files, which Redis 7.0 does not have."""
 
 import pytest
-from redis_servers import VALKEY, columns
+from redis_servers import VALKEY, columns, every_operation
 
 from dataplane_core.errors import ConfigError, OperationTimeoutError
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(VALKEY is None, reason="not run: no valkey-serve
 
 
 @pytest.mark.parametrize("binary", [VALKEY, "redis-server"])
-def test_waiting_for_append_only_files(start_server, connect, every_operation, binary, hurries):
+def test_waiting_for_append_only_files(start_server, connect, binary, hurries):
     durable = ("--appendonly", "yes", "--appendfsync", "everysec")
     primary = start_server(*durable, binary=binary)
     if primary.info("server")["redis_version"].startswith("7.0"):

@@ -387,24 +387,16 @@ def journal_bytes(folder):
     return sum(each.stat().st_size for each in folder.glob("journal/*/journal"))
 
 
-def filled(folder, num_rows=6):
-    """A folder with rows of which each has its own byte, closed. Returns what a whole reader gets."""
-    life = Life(folder)
-    life.register()
-    wanted = {}
-    for number in range(num_rows):
-        life.put([f"s{number}"], 700, number + 1)
-        wanted[f"s{number}"] = bytes([number + 1]) * 700
-    life.close()
-    return wanted
-
-
 def test_any_byte_of_the_arena_may_be_damaged(folder):
     """A read gives what was put, or says that the row is lost: never other bytes."""
-    wanted = filled(folder)
-    used = 6 * 704
+    life = Life(folder)
+    life.register()
+    wanted = {f"s{number}": bytes([number + 1]) * 700 for number in range(6)}
+    for sample_id, row in wanted.items():
+        life.put([sample_id], 700, row[0])
+    life.close()
     found_lost = 0
-    for at in range(0, used, 13):
+    for at in range(0, 6 * 704, 13):
         with (folder / "arena").open("r+b") as file:
             file.seek(at)
             byte = file.read(1)

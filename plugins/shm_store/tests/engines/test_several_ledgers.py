@@ -14,8 +14,8 @@ from dataplane_core.errors import AlreadyRunningError, BackendUnavailableError, 
 from dataplane_core.spec import ListPartitionsRequest
 from dataplane_shm import ShmBackend
 from dataplane_testkit import backend_of
+from dataplane_testkit._timing import STARTS_S
 
-STARTS_S = 120.0
 PARTITIONS = [f"step-{number}" for number in range(12)]
 
 
@@ -58,7 +58,8 @@ def test_each_ledger_has_its_partitions_and_a_client_sees_them_all(client, confi
     fill(client)
     with connect({**config, "options": backend_of(client).attach_options()}, bootstrap=False) as another:
         assert client.list_partitions() == another.list_partitions() == sorted(PARTITIONS)
-    held = [set(store.list_partitions(_listing())) for store in backend_of(client)._stores]
+    listing = ListPartitionsRequest(deadline=time.monotonic() + STARTS_S)
+    held = [set(store.list_partitions(listing)) for store in backend_of(client)._stores]
     assert held == [{name for name in PARTITIONS if ledger_of(name, 3) == number} for number in range(3)]
     assert all(held)
     for number, name in enumerate(PARTITIONS):
@@ -69,10 +70,6 @@ def test_each_ledger_has_its_partitions_and_a_client_sees_them_all(client, confi
     client.clear_samples(None, "step-3")
     with pytest.raises(UnknownPartitionError):
         client.get_samples(["a"], "step-3", ["x"])
-
-
-def _listing():
-    return ListPartitionsRequest(deadline=time.monotonic() + STARTS_S)
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

@@ -25,18 +25,10 @@ from dataplane_tq_simple._messages import UnitsGoneError
 NAME = "kept"
 
 
-def config_of(address: str, folder: Path, **more: Any) -> dict[str, Any]:
-    own = {"instance": NAME, "ray_address": address}
-    return {
-        "backend": "tq_simple",
-        "op_timeout_s": STARTS_S,
-        "options": {**own, "unit_bytes": 8 << 20, "durable": str(folder), **more},
-    }
-
-
 @pytest.fixture
 def config(ray_address: str, tmp_path: Path) -> dict[str, Any]:
-    return config_of(ray_address, tmp_path)
+    options = {"instance": NAME, "ray_address": ray_address, "unit_bytes": 8 << 20, "durable": str(tmp_path)}
+    return {"backend": "tq_simple", "op_timeout_s": STARTS_S, "options": options}
 
 
 @pytest.fixture

@@ -162,10 +162,6 @@ def test_a_client_does_not_wait_beyond_its_deadline_for_another_one_that_connect
             attaching.result(timeout=20)
 
 
-def without_address():
-    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-
-
 def test_the_connection_to_an_older_ray_ends_too(ray_address, monkeypatch):
     """Its `shutdown` has no argument."""
     ended = []
@@ -194,7 +190,8 @@ def test_a_crashed_owner_takes_its_instance_along(ray_address, python, pid_of, r
 def test_a_ray_of_its_own_is_started_shared_and_ended_quietly(ray_server, python, runs):
     """Its workers are forked by the process that forks those of the Ray that the tests share."""
     (forks,) = Path(tempfile.gettempdir()).glob("ray-workers-*")
-    env = without_address() | {"DATAPLANE_TEST_FORKS": str(forks)}
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env["DATAPLANE_TEST_FORKS"] = str(forks)
     done = python.run("-c", _OWN_RAY, Path(__file__).parents[4] / "tests" / "forking_ray.py", env=env)
     *_, pids = done.stdout.splitlines()
     assert len(json.loads(pids)) >= 5

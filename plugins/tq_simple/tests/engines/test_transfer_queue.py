@@ -34,7 +34,6 @@ def test_a_system_that_runs_is_used_and_left_as_it_was(ray_address, holds):
     before, config = holds(), config_of("guest", ray_address)
     threads = torch.get_num_threads()
     with connect(config) as client:
-        client.register_partition("p", ["x"], None, ["train"])
         client.put_samples([f"s{i}" for i in range(9)], "p", {"x": torch.arange(9)})
         with connect(config, bootstrap=False) as attached:
             assert attached.get_samples(["s3"], "p", ["x"])["x"].tolist() == [3]
@@ -55,7 +54,6 @@ def test_rows_of_a_killed_owner_go_when_its_instance_is_bootstrapped_again(ray_a
         "import os, signal, sys, torch\n"
         "from dataplane_core import connect\n"
         "client = connect(eval(sys.argv[1]))\n"
-        "client.register_partition('p', ['x'], None, ['train'])\n"
         "client.put_samples(['s'], 'p', {'x': torch.ones(1)})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -69,7 +67,6 @@ def test_rows_of_a_killed_owner_go_when_its_instance_is_bootstrapped_again(ray_a
 
 def test_what_a_late_put_wrote_is_not_read_as_another_row(ray_address, holds, monkeypatch):
     with connect(config_of("late", ray_address)) as client:
-        client.register_partition("p", ["x"], None, ["train"])
         client.put_samples(["a"], "p", {"x": torch.ones(1)})
         deadline, engine = time.monotonic() + 30, backend_of(client)
         ((handle, _),) = engine.call_ledger(deadline, commands.Locate("p", ["a"], ["x"])).refs
@@ -83,7 +80,6 @@ def test_what_a_late_put_wrote_is_not_read_as_another_row(ray_address, holds, mo
 
 def test_a_full_system_is_a_capacity_error_and_keeps_nothing_of_the_put(ray_address, holds):
     with connect(config_of("full", ray_address, on_full="raise")) as client:
-        client.register_partition("p", ["x"], None, ["train"])
         with pytest.raises(CapacityExceededError, match="total_storage_size"):
             client.put_samples([f"s{i}" for i in range(30_000)], "p", {"x": torch.arange(30_000)})
         assert [len(keys) for name, keys in holds().items() if name.startswith("dataplane/full/")] in ([], [0])
@@ -119,7 +115,6 @@ def unit_pid(holds):
 
 def test_calls_end_at_their_deadlines_while_a_unit_is_stopped(ray_address, unit_pid):
     with connect({**config_of("stopped", ray_address), "op_timeout_s": 3}) as client:
-        client.register_partition("p", ["x"], None, ["train"])
         client.put_samples(["a", "b"], "p", {"x": torch.arange(2)})
         os.kill(unit_pid, signal.SIGSTOP)
         try:
@@ -137,7 +132,6 @@ def test_a_unit_or_the_controller_that_dies_ends_the_store(ray_address, unit_pid
     config = config_of("dies", ray_address)
     ids = [f"s{row}" for row in range(10)]
     with connect({**config, "op_timeout_s": 30}) as client:
-        client.register_partition("p", ["x"], None, ["train"])
         client.put_samples(ids, "p", {"x": torch.arange(10)})
         assert (Level.OK, "TransferQueue runs on the cluster, with 2 storage units.") in found_by_doctor(config)
         os.kill(unit_pid, signal.SIGKILL)

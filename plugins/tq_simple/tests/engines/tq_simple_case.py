@@ -23,8 +23,8 @@ class TQSimpleCase(AuthorsClass):
         """The cell, straight from the memory of the storage unit."""
         deadline = time.monotonic() + 30
         located = backend.call_ledger(deadline, commands.Locate(partition_id, [sample_id], [field]))
-        (unit, (read,)), *_ = units_of(backend, located, deadline)
-        (part,) = unit.get([read], located.specs, deadline)
+        ((number, (read,)),) = backend._reads(located, deadline).items()
+        (part,) = backend._unit(number, deadline).get([read], located.specs, deadline)
         return cell_of(part.columns[field], part.rows[0]).clone()
 
     def held_bytes(self, backend):
@@ -36,7 +36,3 @@ class TQSimpleCase(AuthorsClass):
 
     def conflicting_options(self, options):
         return {**options, "unit_bytes": 1 << 30}
-
-
-def units_of(backend, located, deadline):
-    return [(backend._unit(number, deadline), reads) for number, reads in backend._reads(located, deadline).items()]

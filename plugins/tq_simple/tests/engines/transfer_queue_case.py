@@ -19,7 +19,7 @@ from dataplane_tq_simple.config import TQSimpleConfig
 
 def config_of(instance, ray_address, **more):
     options = {"storage": "transfer_queue", "instance": instance, "ray_address": ray_address, **more}
-    return {"backend": "tq_simple", "options": options}
+    return {"backend": "tq_simple", "options": options, "open_partitions": True}
 
 
 def found_by_doctor(config):

@@ -163,6 +163,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cluster]:
     return make
 
 
+@pytest.fixture
+def cluster(make: Callable[..., Cluster]) -> Cluster:
+    """One whose units keep their rows."""
+    return make()
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_each_node_has_a_unit_also_one_that_comes_later(make: Callable[..., Cluster], kept: bool) -> None:
     cluster = make(kept=kept)
@@ -189,8 +195,7 @@ def test_what_a_node_had_in_memory_is_lost_with_it_and_only_that(make: Callable[
     assert states == {"node0": ("serving", 4), "": ("removed", 0)}
 
 
-def test_a_unit_that_dies_brings_its_folder_back(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_a_unit_that_dies_brings_its_folder_back(cluster: Cluster) -> None:
     before = cluster.served()
     cluster.put("p", ids("before"))
     cluster.units["node1"].alive = False
@@ -211,8 +216,7 @@ def test_what_says_nothing_about_a_process_is_no_death(make: Callable[..., Clust
     assert (cluster.lost(), cluster.num_created) == (0, 2)
 
 
-def test_a_node_that_comes_back_under_another_id_brings_its_rows(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_a_node_that_comes_back_under_another_id_brings_its_rows(cluster: Cluster) -> None:
     cluster.put("p", ids("before"))
     folder = cluster.dies("node1")
     cluster.look()
@@ -242,8 +246,7 @@ def test_a_node_that_does_not_come_back_in_time_has_lost_its_rows(make: Callable
     assert cluster.book.view().lives[write_id >> LIFE_BITS].served, "who comes later is welcome"
 
 
-def test_a_unit_that_finds_no_folder_begins_another(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_a_unit_that_finds_no_folder_begins_another(cluster: Cluster) -> None:
     cluster.put("p", ids("before"))
     folder, cluster.nodes["node1"] = cluster.nodes["node1"], ""
     cluster.units["node1"].alive = False
@@ -266,9 +269,8 @@ def test_a_disk_that_is_full_is_waited_for_and_named(make: Callable[..., Cluster
     assert cluster.lost() == 0
 
 
-def test_a_bootstrap_says_which_unit_cannot_start(make: Callable[..., Cluster], monkeypatch: Any) -> None:
+def test_a_bootstrap_says_which_unit_cannot_start(cluster: Cluster, monkeypatch: Any) -> None:
     monkeypatch.setattr(Keeper, "start", lambda self: self._look())
-    cluster = make()
     assert {each.node for each in cluster.keeper.begin(time.monotonic() + 60.0)} == {"node0", "node1"}
     cluster.nodes["node2"] = ""
     with pytest.raises(OperationTimeoutError, match="storage units of nodes 'node2' did not start in time"):
@@ -279,9 +281,8 @@ def test_a_bootstrap_says_which_unit_cannot_start(make: Callable[..., Cluster], 
         cluster.keeper.begin(time.monotonic() + 60.0)
 
 
-def test_a_bootstrap_says_on_which_node_no_unit_starts(make: Callable[..., Cluster], monkeypatch: Any) -> None:
+def test_a_bootstrap_says_on_which_node_no_unit_starts(cluster: Cluster, monkeypatch: Any) -> None:
     monkeypatch.setattr(Keeper, "start", lambda self: self._look())
-    cluster = make()
     cluster.nodes["node2"] = ""
     cluster.keeper._look()
     cluster.units["node2"].alive = False
@@ -291,10 +292,7 @@ def test_a_bootstrap_says_on_which_node_no_unit_starts(make: Callable[..., Clust
     assert "must be installed" in str(caught.value.hint)
 
 
-def test_what_was_cleared_or_overwritten_while_a_unit_was_away_is_deleted_when_it_is_back(
-    make: Callable[..., Cluster],
-) -> None:
-    cluster = make()
+def test_what_was_cleared_or_overwritten_while_a_unit_was_away_is_deleted_when_it_is_back(cluster: Cluster) -> None:
     cluster.retain_fails = 2
     host, client = cluster.host, Client(cluster.host)
     cluster.put("p", ids("before"))
@@ -369,8 +367,7 @@ class Client:
         return self.backend.clear_samples(request)
 
 
-def test_rows_go_to_the_unit_that_their_put_was_given(make: Callable[..., Cluster]) -> None:
-    cluster = make()
+def test_rows_go_to_the_unit_that_their_put_was_given(cluster: Cluster) -> None:
     client = Client(cluster.host)
     for node in cluster.nodes:
         write_id = cluster.put("p", ids(node), node)
@@ -381,9 +378,8 @@ def test_rows_go_to_the_unit_that_their_put_was_given(make: Callable[..., Cluste
 @pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("why", ["", "its disk is full"])
 def test_a_clear_deletes_what_is_served_and_leaves_the_rest_to_a_later_one(
-    make: Callable[..., Cluster], why: str, knows: bool
+    cluster: Cluster, why: str, knows: bool
 ) -> None:
-    cluster = make()
     kept, away = (cluster.put("p", ids(node), node) >> LIFE_BITS for node in ("node0", "node1"))
     book, client = cluster.book, Client(cluster.host)
     if not knows:

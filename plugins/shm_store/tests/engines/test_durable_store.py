@@ -132,6 +132,14 @@ class Life:
         return rows
 
 
+@pytest.fixture
+def life(folder):
+    """The first one, with a partition."""
+    life = Life(folder)
+    life.register()
+    return life
+
+
 class KilledError(BaseException):
     """The process ends here."""
 
@@ -268,9 +276,7 @@ def disk_is_full(*_args, **_kwargs):
     raise BackendUnavailableError("the disk is full")
 
 
-def test_damage_is_found_again_if_it_cannot_be_noted(folder, monkeypatch):
-    life = Life(folder)
-    life.register()
+def test_damage_is_found_again_if_it_cannot_be_noted(life, folder, monkeypatch):
     life.put(["bad"], 100, 7)
     life.close()
     with (folder / "arena").open("r+b") as file:
@@ -324,9 +330,7 @@ def no_space(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_file_system_refuses_the_put_and_loses_nothing(folder, monkeypatch):
-    life = Life(folder)
-    life.register()
+def test_a_full_file_system_refuses_the_put_and_loses_nothing(life, folder, monkeypatch):
     life.put(["a"], 100, 1)
     with monkeypatch.context() as full:
         full.setattr(Arena, "free_bytes", 0)
@@ -358,9 +362,7 @@ def test_a_full_file_system_refuses_the_put_and_loses_nothing(folder, monkeypatc
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_put_whose_place_cannot_be_noted_is_not_committed_and_may_come_again(folder, monkeypatch, whole):
-    life = Life(folder)
-    life.register()
+def test_a_put_whose_place_cannot_be_noted_is_not_committed_and_may_come_again(life, folder, monkeypatch, whole):
     with monkeypatch.context() as patch:
         patch.setattr(life.store._log, "note", disk_is_full)
         with pytest.raises(BackendUnavailableError):
@@ -372,9 +374,7 @@ def test_a_put_whose_place_cannot_be_noted_is_not_committed_and_may_come_again(f
     assert Life(folder).read(["a"]) == [bytes([2]) * 100]
 
 
-def test_the_journal_has_room_when_the_arena_gets_none(folder, monkeypatch):
-    life = Life(folder)
-    life.register()
+def test_the_journal_has_room_when_the_arena_gets_none(life, folder, monkeypatch):
     monkeypatch.setattr(Arena, "free_bytes", 5 << 20)
     with pytest.raises(CapacityExceededError, match="of the durable folder has no room"):
         life.put(["a"], 100, 1)
@@ -387,10 +387,8 @@ def journal_bytes(folder):
     return sum(each.stat().st_size for each in folder.glob("journal/*/journal"))
 
 
-def test_any_byte_of_the_arena_may_be_damaged(folder):
+def test_any_byte_of_the_arena_may_be_damaged(life, folder):
     """A read gives what was put, or says that the row is lost: never other bytes."""
-    life = Life(folder)
-    life.register()
     wanted = {f"s{number}": bytes([number + 1]) * 700 for number in range(6)}
     for sample_id, row in wanted.items():
         life.put([sample_id], 700, row[0])
@@ -418,10 +416,8 @@ def test_any_byte_of_the_arena_may_be_damaged(folder):
     assert found_lost > 300
 
 
-def test_rows_without_a_digest_are_lost_with_the_memory_that_held_them(folder):
+def test_rows_without_a_digest_are_lost_with_the_memory_that_held_them(life, folder):
     """The machine was started again: what was not on the disk is gone, and nobody can say what is there."""
-    life = Life(folder)
-    life.register()
     life.put(["small"], 100, 1)
     life.put(["large"], 100_000, 2)
     life.kill()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from contents import config_in
 
 from dataplane_core import connect
 from dataplane_testkit._timing import Background
@@ -11,12 +12,8 @@ from dataplane_tools._metrics import Gauges
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """The path of the config of a store that other processes of the host can attach to."""
-    path = tmp_path_factory.mktemp("store") / "config.yaml"
-    path.write_text(
-        "{backend: shm_store, announce_s: null, options: {capacity_bytes: 50MB, namespace: of-commands}, "
-        "middleware: [metrics]}"
-    )
-    return str(path)
+    options = {"capacity_bytes": "50MB", "namespace": "of-commands"}
+    return config_in(tmp_path_factory.mktemp("store"), announce_s=None, options=options, middleware=["metrics"])
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +33,7 @@ def store(opened):
 @pytest.fixture
 def nowhere(tmp_path):
     """The path of the config of a store that is not there, unless the test starts it."""
-    path = tmp_path / "nowhere.yaml"
-    path.write_text("{backend: shm_store, attach_wait_s: 0, options: {namespace: nowhere, capacity_bytes: 50MB}}")
-    return str(path)
+    return config_in(tmp_path, attach_wait_s=0, options={"capacity_bytes": "50MB", "namespace": "nowhere"})
 
 
 @pytest.fixture

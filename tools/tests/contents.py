@@ -1,4 +1,4 @@
-"""Commands that are run, clients that record, and what a folder of an export holds."""
+"""Commands that are run, configs, clients that record, and what a folder of an export holds."""
 
 import argparse
 import json
@@ -16,6 +16,13 @@ def run(command, *words):
 def recording(folder, payload="all", **options):
     """The config of a client that records."""
     return {"backend": "noop", "middleware": [{"recorder": {"folder": str(folder), "payload": payload, **options}}]}
+
+
+def config_in(folder, **config):
+    """The path of a config. Its backend is shm_store, unless it says another."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({"backend": "shm_store", **config}))
+    return str(path)
 
 
 def rows(folder):

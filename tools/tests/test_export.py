@@ -40,11 +40,6 @@ def ids_in(folder):
     return [row["sample_id"] for row in rows(folder)]
 
 
-def chats(folder):
-    """The messages of all rows."""
-    return [[json.loads(message) for message in row["messages"]] for row in rows(folder)]
-
-
 def in_json(item):
     """A cell, as JSON and Arrow have it."""
     if isinstance(item, torch.Tensor):
@@ -279,13 +274,15 @@ TURNS = [{**USER, "token_ids": torch.tensor([1, 2])}, {**ASSISTANT, "token_ids":
 
 @pytest.fixture
 def exported(client, tmp_path, monkeypatch):
-    """Exports samples as messages."""
+    """Exports samples as messages, and returns these."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
-    def export(columns, tokenizer="test_export:tokenizer_of", export=export_partition, **options):
+    def export(columns, tokenizer="test_export:tokenizer_of", **options):
+        ids = ["a", "b", "c"][: len(next(iter(columns.values())))]
         client.register_partition("p", list(columns), None, [])
-        client.put_samples(["a"], "p", columns, tags=[{"weight_version": 1}])
-        return export(client, "p", tmp_path / "out", messages=True, tokenizer=tokenizer, **options)
+        client.put_samples(ids, "p", columns, tags=[{"weight_version": 1}] * len(ids))
+        export_partition(client, "p", tmp_path / "out", messages=True, tokenizer=tokenizer, **options)
+        return [[json.loads(message) for message in row["messages"]] for row in rows(tmp_path / "out")]
 
     return export
 
@@ -309,18 +306,17 @@ def exported(client, tmp_path, monkeypatch):
         ({"input_ids": [[50]]}, None),  # no mask tells what was answered
     ],
 )
-def test_a_chat_is_made_of_what_a_sample_has_and_none_lacks_its_answer(client, tmp_path, exported, columns, chat):
+def test_a_chat_is_made_of_what_a_sample_has_and_none_lacks_its_answer(tmp_path, exported, columns, chat):
     columns = {
         name: cells if not isinstance(cells, list) or isinstance(cells[0][0], int) else NonTensorStack(*cells)
         for name, cells in columns.items()
     }
     if chat:
-        exported(columns | {"reward": torch.ones(1)})
+        assert exported(columns | {"reward": torch.ones(1)}) == [chat]
         (row,) = rows(tmp_path / "out")
         assert (row["sample_id"], row["reward"], row["weight_version"]) == ("a", 1.0, 1)
         assert list(row)[:3] == ["sample_id", "tags", "messages"]
         assert not {"turn_contents", "chat", "prompt", "raw_prompt", "completion", "input_ids"} & row.keys()
-        assert chats(tmp_path / "out") == [chat]
     else:
         with pytest.raises(InvalidRequestError, match=r"none of 1 rows is a chat. The first one has no kept turns"):
             exported(columns)
@@ -353,7 +349,7 @@ TOOL_CALLS = {
 
 @pytest.mark.parametrize("calls", TOOL_CALLS.values(), ids=TOOL_CALLS)
 @pytest.mark.parametrize("kept", ["turns", "list"])
-def test_chats_keep_their_tool_calls(client, tmp_path, monkeypatch, kept, calls):
+def test_chats_keep_their_tool_calls(tmp_path, exported, monkeypatch, kept, calls):
     monkeypatch.setattr(export_module, "_FIRST_ROWS", 1)
     asks = {"role": "assistant", "content": None, "tool_calls": calls, "token_ids": torch.tensor([1])}
     logs = [[USER, ASSISTANT], [USER, asks, TOLD, ASSISTANT], [USER, {**asks, "tool_calls": None, "content": "4"}]]
@@ -362,18 +358,14 @@ def test_chats_keep_their_tool_calls(client, tmp_path, monkeypatch, kept, calls)
         columns = split_message_logs([[{"role": turn["role"], "content": turn} for turn in log] for log in logs])
     else:
         columns = {"chat": object_column(logs)}
-    client.register_partition("p", list(columns), None, [])
-    client.put_samples(["a", "b", "c"], "p", {**columns, "tools": NonTensorStack(*tools)})
-    export_partition(client, "p", tmp_path / "out", messages=True, shard_bytes=1)
-    assert chats(tmp_path / "out") == [[USER, ASSISTANT], CALLS, [USER, ASSISTANT]]
+    columns["tools"] = NonTensorStack(*tools)
+    assert exported(columns, shard_bytes=1) == [[USER, ASSISTANT], CALLS, [USER, ASSISTANT]]
     assert [json.loads(row["tools"] or "null") for row in rows(tmp_path / "out")] == tools
 
 
-def test_a_chat_may_end_with_a_tool_call_that_has_a_name(client, tmp_path):
-    client.register_partition("p", ["chat"], None, [])
-    client.put_samples(["a"], "p", {"chat": object_column([[USER, {**ASKS, "tool_calls": called("add")}]])})
-    export_partition(client, "p", tmp_path / "out", messages=True)
-    assert chats(tmp_path / "out") == [[USER, {**ASKS, "tool_calls": [called("add")]}]]
+def test_a_chat_may_end_with_a_tool_call_that_has_a_name(client, tmp_path, exported):
+    ends = {"chat": object_column([[USER, {**ASKS, "tool_calls": called("add")}]])}
+    assert exported(ends) == [[USER, {**ASKS, "tool_calls": [called("add")]}]]
     client.put_samples(["b"], "p", {"chat": object_column([[USER, {**ASKS, "tool_calls": [{"arguments": {}}]}]])})
     client.put_samples(["c"], "p", {"chat": object_column([[USER]])})
     for export in (export_partition, partial(follow_partition, idle_s=0.0)):
@@ -389,15 +381,13 @@ def test_a_chat_may_end_with_a_tool_call_that_has_a_name(client, tmp_path):
             export(client, "p", tmp_path / f"none-{number}", messages=True)
 
 
-def test_contents_in_parts_and_numbers_that_json_lacks(client, tmp_path):
+def test_contents_in_parts_and_numbers_that_json_lacks(exported):
     text, image = {"type": "text", "text": "2+2?"}, {"type": "image"}
     asks = {**ASKS, "tool_calls": [{"name": "add", "arguments": '{"a": NaN, "b": 1e999}'}]}
     logs = [[{**USER, "content": parts}, asks] for parts in ([text], [image, text])]
-    client.register_partition("p", ["chat"], None, [])
-    client.put_samples(["a", "b"], "p", {"chat": object_column(logs)})
-    export_partition(client, "p", tmp_path / "out", messages=True)
     answer = {**ASKS, "tool_calls": [called("add", a="nan", b="inf")]}
-    assert chats(tmp_path / "out") == [[USER, answer], [{**USER, "content": [image, text]}, answer]]
+    expected = [[USER, answer], [{**USER, "content": [image, text]}, answer]]
+    assert exported({"chat": object_column(logs)}) == expected
 
 
 def test_folders_that_have_something_else(written, tmp_path):

@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from contents import config_in
 from prometheus_client.parser import text_string_to_metric_families
 
 from dataplane_core import connect
@@ -36,11 +37,7 @@ QUIET = {"backend": "noop", "announce_s": None}
 
 @pytest.fixture
 def config(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "{backend: shm_store, announce_s: 1, options: {capacity_bytes: 50000000}, middleware: [prometheus]}"
-    )
-    return str(path)
+    return config_in(tmp_path, announce_s=1, options={"capacity_bytes": 50_000_000}, middleware=["prometheus"])
 
 
 def read(url):
@@ -89,18 +86,17 @@ def test_prometheus_is_told_where_each_process_serves_its_metrics(config, python
 
 def test_what_is_an_error(tmp_path, capsys, monkeypatch):
     """A port that cannot be had, and a backend whose clients do not announce themselves."""
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, options: {capacity_bytes: 50000000}}")
-    with connect(str(path)), socket.socket() as taken:
+    path = config_in(tmp_path, options={"capacity_bytes": 50_000_000})
+    with connect(path), socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         for port in (taken.getsockname()[1], 99999):
-            assert main(["metrics", str(path), "--port", str(port)]) == 1
+            assert main(["metrics", path, "--port", str(port)]) == 1
             assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
     with connect({"backend": "noop"}) as client:
         client._connection.capabilities -= {"clients"}
         monkeypatch.setattr("dataplane_tools._metrics.attach", lambda path: client)
-        assert main(["metrics", str(path)]) == 1
+        assert main(["metrics", path]) == 1
     assert "does not declare 'clients'" in capsys.readouterr().err
 
 

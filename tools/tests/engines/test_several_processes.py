@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from contents import rows
+from contents import config_in, rows
 from tiers import in_long
 
 from dataplane_core import connect
@@ -30,9 +30,7 @@ sys.exit(main(["export", *sys.argv[1:]]))
 
 @pytest.fixture
 def config(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, announce_s: 0.1, options: {capacity_bytes: 50MB}}")
-    return str(path)
+    return config_in(tmp_path, announce_s=0.1, options={"capacity_bytes": "50MB"})
 
 
 @pytest.fixture

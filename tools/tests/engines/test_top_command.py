@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from contents import config_in
 from msgspec.structs import replace
 
 from dataplane_core import connect
@@ -70,8 +71,7 @@ def test_a_durable_folder_that_holds_no_store_is_refused_and_nothing_is_made(
     name = {"instance": "i"} if backend == "tq_simple" else {"namespace": "not-there"}
     options = {"durable": str(tmp_path / "run"), "capacity_bytes": 1 << 20, **name}
     config = {"backend": backend, "num_ledgers": ledgers, "options": options}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main([command[0], "config.json", *command[1:]]) in (1, 2)
+    assert main([command[0], config_in(tmp_path, **config), *command[1:]]) in (1, 2)
     said = capsys.readouterr().err
     assert f"the durable folder holds none: there is no {tmp_path / journal}." in said
     assert os.listdir(tmp_path) == ["config.json"]
@@ -83,11 +83,10 @@ def test_a_durable_folder_that_nobody_has_open_is_looked_at(tmp_path, capsys):
     with connect(config) as client:
         client.register_partition("p", ["x"], None, ["t"])
         client.put_samples(["a", "b"], "p", {"x": torch.tensor([7, 8])})
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    assert main(["top", str(path)]) == 0
+    path = config_in(tmp_path, **config)
+    assert main(["top", path]) == 0
     assert "p" in capsys.readouterr().out
-    assert main(["read", str(path), "p", "--json"]) == 0
+    assert main(["read", path, "p", "--json"]) == 0
     samples = json.loads(capsys.readouterr().out)["samples"]
     assert [(each["sample_id"], each["values"]) for each in samples] == [("a", {"x": 7}), ("b", {"x": 8})]
     assert not is_open(tmp_path / "store")
@@ -125,10 +124,9 @@ def test_json_has_the_same_with_rates_and_looking_changes_nothing(client, config
 def test_an_empty_store_and_the_capacity_of_several_ledgers(store, config, tmp_path, capsys):
     assert main(["top", config]) == 0
     assert capsys.readouterr().out.startswith("shm_store  0 partitions  0 bytes of 50.0 MB  ─")
-    path = tmp_path / "config.yaml"
-    path.write_text("{backend: shm_store, num_ledgers: 2, announce_s: null, options: {capacity_bytes: '50000000'}}")
-    with connect(str(path)):
-        assert main(["top", str(path)]) == 0
+    path = config_in(tmp_path, num_ledgers=2, announce_s=None, options={"capacity_bytes": "50000000"})
+    with connect(path):
+        assert main(["top", path]) == 0
     assert capsys.readouterr().out.startswith("shm_store  0 partitions  0 bytes of 100.0 MB  ─")
 
 
@@ -153,17 +151,16 @@ def test_it_ends_quietly_once_nobody_reads_its_output_and_when_it_is_interrupted
 @pytest.mark.parametrize("backend", ["redis_store", "shm_store"])
 def test_what_only_asks_imports_no_torch(tmp_path, backend):
     """It takes seconds."""
-    path = tmp_path / "config.yaml"
-    options = "namespace: no-torch, capacity_bytes: 50MB"
-    path.write_text(f"{{backend: {backend}, announce_s: null, options: {{{options}}}}}")
+    options = {"namespace": "no-torch", "capacity_bytes": "50MB"}
+    path = config_in(tmp_path, backend=backend, announce_s=None, options=options)
     code = (
         "import sys; from dataplane_core.cli import main\n"
         "print([main([*words, sys.argv[1]]) for words in (['top', '--once'], ['why'])], 'torch' in sys.modules)"
     )
-    with connect(str(path)) as client:
+    with connect(path) as client:
         client.register_partition("step-1", ["x"], None, ["train"])
         client.put_samples(["a"], "step-1", {"x": torch.ones(1)})
-        words = [sys.executable, "-c", code, str(path)]  # a process of the fixture would have it
+        words = [sys.executable, "-c", code, path]  # a process of the fixture would have it
         done = subprocess.run(words, capture_output=True, text=True, timeout=STARTS_S, check=True)
         assert done.stdout.splitlines()[-1] == "[0, 0] False"
 

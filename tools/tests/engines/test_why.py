@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from contents import config_in
 
 from dataplane_core import connect
 from dataplane_core.cli import main
@@ -95,11 +96,10 @@ def start_run(tmp_path, python):
     with ExitStack() as stack:
 
         def start(backend="shm_store", capacity="50MB"):
-            path = tmp_path / "config.yaml"
-            options = f"{{capacity_bytes: {capacity}}}" if backend == "shm_store" else "{}"
-            path.write_text(f"{{backend: {backend}, announce_s: 0.2, warn_after_s: 2.0, options: {options}}}")
-            client = stack.enter_context(connect(load_config(str(path)).model_copy(update={"role": "driver"})))
-            run = Run(python, str(path), client)
+            options = {"capacity_bytes": capacity} if backend == "shm_store" else {}
+            path = config_in(tmp_path, backend=backend, announce_s=0.2, warn_after_s=2.0, options=options)
+            client = stack.enter_context(connect(load_config(path).model_copy(update={"role": "driver"})))
+            run = Run(python, path, client)
             stack.callback(run.end)
             return run
 

@@ -80,8 +80,9 @@ class PolicyWorker(Protocol):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> Mapping[str, Any]:
-        """Trains on this data-parallel rank's rows. `DataPlanePolicy.train_from_meta` says what the arguments mean, and
-        which keys it returns."""
+        """Trains on this data-parallel rank's rows. ``gbs`` is the global batch size in rows (None: all rows are one
+        batch), ``mbs`` that of a microbatch where there is no plan. See `DataPlanePolicy.train_from_meta` for the keys
+        that it returns."""
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> Mapping[str, Any]:
         """Returns ``logprobs`` (N, S), under the current policy.

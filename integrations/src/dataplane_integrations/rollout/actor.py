@@ -36,7 +36,7 @@ from dataplane_integrations.rollout.first_write import DataPlaneRolloutMixin, mi
 _TOKENS: Final = "token_ids"
 _LOGPROBS: Final = "generation_logprobs"
 _MASK: Final = "token_mask"
-#: What a turn may have as a list, and the dtype of its tensor.
+#: What a turn may have as a list, and the dtype of its tensor, whatever torch's default is.
 _OF_LISTS: Final = {_TOKENS: torch.int64, _LOGPROBS: torch.float32, _MASK: torch.int64}
 #: Columns of one value per row that a rollout must have; the driver gets them.
 _PER_ROW: Final = ("total_reward", "loss_multiplier", "truncated", "length")
@@ -282,15 +282,11 @@ def _masked(turn: Mapping[str, Any], sample: int) -> dict[str, Any]:
         raise InvalidRequestError(f"flatten_message_logs refused: a turn of sample {sample} lacks '{_TOKENS}'.")
     for name, dtype in _OF_LISTS.items():
         if name in made:
-            made[name] = _tensor(made[name], dtype)
+            kept = None if hasattr(made[name], "dtype") else dtype  # arrays and tensors keep theirs
+            made[name] = torch.as_tensor(made[name], dtype=kept, device="cpu")
     generated = made["role"] == "assistant" and _LOGPROBS in made
     made.setdefault(_MASK, torch.full_like(made[_TOKENS], int(generated)))
     return made
-
-
-def _tensor(values: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor on the host. Lists get the dtype, whatever torch's default is; arrays and tensors keep theirs."""
-    return torch.as_tensor(values, dtype=None if hasattr(values, "dtype") else dtype, device="cpu")
 
 
 def _part(turn: Mapping[str, Any], name: str, empty: Tensor, fill: int, sample: int, *, ragged: bool) -> Tensor:

@@ -360,7 +360,7 @@ class DataPlanePolicy:
         if self._flops_tracker is not None:
             self._flops_tracker.reset()
         self._track(shards)
-        with self._clearing_on_failure([meta]):
+        with self._undone_on_failure(meta):
             with _timed(timer, "policy_training/workers"):
                 results = self._call(
                     "train_presharded",
@@ -380,7 +380,7 @@ class DataPlanePolicy:
         """
         self._refuse_open_step("begin_train_step")
         self._split_step = []
-        with self._aborting_on_failure(self._split_step):
+        with self._undone_on_failure(step=self._split_step):
             sizes = {"gbs": gbs or self._batching.global_batch_size, "mbs": mbs or self._batching.micro_batch_size}
             self._call("begin_train_step_presharded", lambda _: (loss_fn,), sizes, doing="beginning a training step")
         if self._flops_tracker is not None:
@@ -401,7 +401,7 @@ class DataPlanePolicy:
             meta, shards = self._readable(meta, "train", self._fields(meta, "train"), step=step)
         step.append(meta)
         self._track(shards)
-        with self._aborting_on_failure(step), _timed(timer, "policy_training/workers"):
+        with self._undone_on_failure(step=step), _timed(timer, "policy_training/workers"):
             self._call(
                 "train_microbatch_presharded", lambda rank: (shards[rank],), doing="training on a portion of a step"
             )
@@ -422,7 +422,7 @@ class DataPlanePolicy:
         for shards in portions:
             self._track(shards)
         step.extend(metas)
-        with self._aborting_on_failure(step):
+        with self._undone_on_failure(step=step):
             self._call(
                 "train_microbatches_presharded",
                 lambda rank: ([shards[rank] for shards in portions],),
@@ -439,7 +439,7 @@ class DataPlanePolicy:
             WorkerFailedError: As `train_microbatch_from_meta`.
         """
         step = self._require_split_step("finish_train_step")
-        with self._aborting_on_failure(step):
+        with self._undone_on_failure(step=step):
             results = self._call("finish_train_step_presharded", doing="finishing a training step")
             self._split_step = None
             return self._aggregate(results)
@@ -496,7 +496,7 @@ class DataPlanePolicy:
     ) -> KVBatchMeta:
         with _timed(timer, f"{call}/shard_meta"):
             meta, shards = self._readable(meta, "logprob", self._fields(meta, "logprob", fields))
-        with self._clearing_on_failure([meta]), _timed(timer, f"{call}/workers"):
+        with self._undone_on_failure(meta), _timed(timer, f"{call}/workers"):
             options = {"micro_batch_size": micro_batch_size}
             self._call(f"{call}_presharded", lambda rank: (shards[rank],), options, doing=f"computing {field}")
         return meta.with_fields([field])
@@ -604,8 +604,7 @@ class DataPlanePolicy:
         name = uuid.uuid4().hex
         for shard in shards:
             shard.extra_info[HELD_ROWS] = name
-        guard = self._clearing_on_failure([meta]) if step is None else self._aborting_on_failure([*step, meta])
-        with guard:
+        with self._undone_on_failure(meta, step=step):
             lost = self._call("hold_presharded", lambda rank: (shards[rank],), doing="reading rows")
         return list(dict.fromkeys(itertools.chain.from_iterable(lost)))
 
@@ -657,23 +656,17 @@ class DataPlanePolicy:
             self._call("abort_train_step_presharded", doing="aborting a training step", timeout_s=timeout_s)
 
     @contextlib.contextmanager
-    def _clearing_on_failure(self, metas: Sequence[KVBatchMeta]) -> Iterator[None]:
+    def _undone_on_failure(self, *metas: KVBatchMeta, step: Sequence[KVBatchMeta] | None = None) -> Iterator[None]:
+        """After a failure, clears the rows, and those of a split step, which is aborted."""
         try:
             yield
         except BaseException as error:
-            for meta in metas if self._clear_on_failure else ():
+            for meta in [*(step or ()), *metas] if self._clear_on_failure else ():
                 with noted_on(error, f"Its {meta.size} rows could not be cleared"):
                     self.discard_samples(meta)
-            raise
-
-    @contextlib.contextmanager
-    def _aborting_on_failure(self, metas: Sequence[KVBatchMeta]) -> Iterator[None]:
-        try:
-            with self._clearing_on_failure(metas):
-                yield
-        except BaseException as error:
-            with noted_on(error, "The step could not be aborted"):
-                self._abort_train_step(min(self._timeout_s, _PATIENCE_AFTER_FAILURE_S))
+            if step is not None:
+                with noted_on(error, "The step could not be aborted"):
+                    self._abort_train_step(min(self._timeout_s, _PATIENCE_AFTER_FAILURE_S))
             raise
 
 

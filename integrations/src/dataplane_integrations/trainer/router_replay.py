@@ -175,7 +175,7 @@ class RoutingReplay:
         for layer in self._layers:
             number = layer.router.layer_number
             column = number - 1 if all_layers else self._moe_layers.index(number)
-            layer.target = self._as_router_sees(routed_experts[:, :, column])
+            layer.target = self._as_router_sees(layer.router, routed_experts[:, :, column])
 
     def check(
         self,
@@ -212,24 +212,17 @@ class RoutingReplay:
         """How many layers a column may have: the mixture-of-experts layers of the model, or all of its layers."""
         return {len(self._moe_layers), self._config.num_layers}
 
-    def _sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        if not self._config.sequence_parallel or not self._layers:
-            return None
-        group: dist.ProcessGroup = self._layers[0].router.tp_group
-        return group
-
-    def _as_router_sees(self, routed_bsk: Tensor) -> Tensor:
+    def _as_router_sees(self, router: Any, routed_bsk: Tensor) -> Tensor:
         """One layer's experts (tokens, k): sequence first; with sequence parallelism, this rank's part of it."""
         routed_sbk = routed_bsk.transpose(0, 1)
-        group = self._sequence_parallel_group()
-        if group is not None:
-            size = dist.get_world_size(group)
+        if self._config.sequence_parallel:
+            size = dist.get_world_size(router.tp_group)
             if routed_sbk.shape[0] % size:
                 raise InvalidRequestError(
                     f"routed_experts refused: {routed_sbk.shape[0]} tokens. Expected a multiple of {size}, which "
                     "sequence parallelism divides them by; lay them out as the model's input_ids."
                 )
-            routed_sbk = routed_sbk.chunk(size)[dist.get_rank(group)]
+            routed_sbk = routed_sbk.chunk(size)[dist.get_rank(router.tp_group)]
         return routed_sbk.reshape(-1, routed_sbk.shape[-1]).long()
 
 

@@ -29,14 +29,13 @@ from dataplane_core.errors import (
 from dataplane_observe import Recording, _lines, recorder as recorder_module
 
 
-def recorded(folder, payload="digests", backend="noop", **options):
+def recorded(folder, payload="digests", backend="noop", allow_pickle=False, **options):
     """A client whose operations are recorded."""
     recorder = {"recorder": {"folder": str(folder), "payload": payload, **options}}
+    config = {"backend": backend, "allow_pickle": allow_pickle, "middleware": [recorder]}
     if backend == "sqlite":  # a wire of bytes
-        path = str(folder.parent / "store")
-        config = DataPlaneConfig(backend="sqlite", options={"path": path}, middleware=[recorder])
-        return connect_backend(SQLiteStore, config)
-    return connect({"backend": backend, "middleware": [recorder]})
+        return connect_backend(SQLiteStore, DataPlaneConfig(options={"path": str(folder.parent / "store")}, **config))
+    return connect(config)
 
 
 def records(folder, op=None):
@@ -177,11 +176,8 @@ def test_neither_checksums_nor_secrets_nor_what_only_pickle_could_encode_are_rec
 
 
 @pytest.mark.parametrize(("backend", "payload"), [("sqlite", "digests"), ("sqlite", "all"), ("shm_store", "all")])
-def test_an_object_that_only_pickle_could_encode_is_put_on_every_wire(tmp_path, folder, backend, payload):
-    recorder = {"recorder": {"folder": str(folder), "payload": payload}}
-    options = {"path": str(tmp_path / "store")} if backend == "sqlite" else {"namespace": tmp_path.name[-30:]}
-    config = DataPlaneConfig(backend=backend, allow_pickle=True, options=options, middleware=[recorder])
-    with connect_backend(SQLiteStore, config) if backend == "sqlite" else connect(config) as client:
+def test_an_object_that_only_pickle_could_encode_is_put_on_every_wire(folder, backend, payload):
+    with recorded(folder, payload, backend, allow_pickle=True) as client:
         client.register_partition("p", ["x", "odd"], None, ["t"])
         client.put_samples(["a"], "p", {"x": torch.ones(1), "odd": [3 + 4j]})
         assert client.get_samples(["a"], "p", ["odd"])["odd"] == [3 + 4j]

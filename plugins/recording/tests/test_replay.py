@@ -30,7 +30,9 @@ def replayed(folder, bootstrap=True, **options):
 
 
 def register(client, **options):
+    """Registers the partition "train". Returns the client."""
     client.register_partition("train", FIELDS, **{"num_samples": None, "consumer_tasks": ["trainer"], **options})
+    return client
 
 
 def test_partitions_that_puts_and_claims_open_happen_again(folder):
@@ -79,16 +81,14 @@ def train(client, steps=2, weight=0.5):
 @pytest.fixture
 def of_run(folder):
     """What the trainer of a recorded run saw. Its rollouts came in another order than their steps."""
-    with recorded(folder) as client:
-        register(client)
+    with register(recorded(folder)) as client:
         roll_out(client, 2)
         roll_out(client, 1)
         return train(client)
 
 
 def test_a_replay_without_rollouts_gets_the_same_batches_in_the_same_order(folder, of_run):
-    with replayed(folder) as client:
-        register(client)
+    with register(replayed(folder)) as client:
         assert train(client) == of_run
         assert client.check_consumption_status("train", ["trainer"])
 
@@ -142,15 +142,13 @@ def test_ids_that_are_used_again_are_those_of_the_next_registration_once_all_was
 
 
 def test_a_cell_that_was_overwritten_is_read_as_the_run_read_it(folder):
-    with recorded(folder) as client:
-        register(client)
+    with register(recorded(folder)) as client:
         for value in (1.0, 2.0):
             client.put_samples(["a"], "train", {"loss": torch.tensor([value])})
             client.claim_meta("train", "trainer", ["loss"], 1, timeout_s=30)
             client.get_samples(["a"], "train", ["loss"])
             client.clear_samples(["a"], "train")
-    with replayed(folder) as client:
-        register(client)
+    with register(replayed(folder)) as client:
         for value in (1.0, 2.0):
             meta = client.claim_meta("train", "trainer", ["loss"], 1, timeout_s=30)
             assert client.get_samples(meta.sample_ids, "train", ["loss"])["loss"].item() == value
@@ -188,8 +186,7 @@ def test_rows_that_a_crashed_trainer_did_not_ack_are_given_once(folder, acked, g
         client.put_samples(meta.sample_ids, "train", {"loss": torch.tensor(losses)})
         return seen
 
-    with recorded(folder) as client:
-        register(client)
+    with register(recorded(folder)) as client:
         roll_out(client, 1, count=2)
         crashed = claim(client, 2)
         train(client, crashed, [7.0, 8.0])
@@ -202,8 +199,7 @@ def test_rows_that_a_crashed_trainer_did_not_ack_are_given_once(folder, acked, g
         roll_out(client, 2, count=2)
         client.ack(claim(client, 2))
         client.finish_partition("train")
-    with replayed(folder) as client:
-        register(client)
+    with register(replayed(folder)) as client:
         metas = [claim(client, count) for count in [2, 2 - acked, 2][1 - acked :]]  # before any is acked
         assert [meta.size for meta in metas] == given
         ids = [sample_id for meta in metas for sample_id in meta.sample_ids]
@@ -225,8 +221,7 @@ def test_ranks_that_crashed_lose_what_they_did_not_ack(folder, acked):
     def claim(client, rank):
         return client.claim_meta("train", "trainer", ["tokens"], 1, lease_s=60, timeout_s=30, dp_rank=rank, dp_size=2)
 
-    with recorded(folder) as client:
-        register(client)
+    with register(recorded(folder)) as client:
         roll_out(client, 1, count=2)
         crashed = [claim(client, rank) for rank in range(2)]
         for number, meta in enumerate(crashed):
@@ -236,8 +231,7 @@ def test_ranks_that_crashed_lose_what_they_did_not_ack(folder, acked):
                 roll_out(client, step, count)
             for meta in [claim(client, rank) for rank in range(2)]:
                 client.ack(meta)
-    with replayed(folder) as client:
-        register(client)
+    with register(replayed(folder)) as client:
         given = [[claim(client, rank).sample_ids for _ in range(2 + acked)] for rank in range(2)]
     of_both = [["s1_0"], ["s1_1"], ["s3_0"]], [[], ["s2_0"], ["s3_1"]]
     assert given == list(of_both if acked else ([["s1_0"], ["s3_0"]], [["s1_1"], ["s3_1"]]))
@@ -245,13 +239,11 @@ def test_ranks_that_crashed_lose_what_they_did_not_ack(folder, acked):
 
 @pytest.mark.parametrize("payload", ["all", "digests"])
 def test_the_first_difference_is_named_with_step_sample_column_and_values(folder, payload):
-    with recorded(folder, payload) as client:
-        register(client)
+    with register(recorded(folder, payload)) as client:
         for step in (1, 2):
             client.put_samples([f"s{step}"], "train", {"loss": torch.tensor([0.25 * step])})
             client.mark_step(step)
-    with replayed(folder) as client:
-        register(client)
+    with register(replayed(folder)) as client:
         client.put_samples(["s1"], "train", {"loss": torch.tensor([0.25])})
         with pytest.raises(
             DifferenceError, match=r"'loss' of sample 's2' .* after step 1. It is 0.75, and was 0.5"
@@ -263,8 +255,8 @@ def test_the_first_difference_is_named_with_step_sample_column_and_values(folder
 
 
 def test_a_difference_may_be_a_warning_and_is_taken(folder, of_run, caplog):
-    with replayed(folder, on_difference="warn") as client, caplog.at_level(logging.WARNING, "dataplane_recording"):
-        register(client)
+    caplog.set_level(logging.WARNING, "dataplane_recording")
+    with register(replayed(folder, on_difference="warn")) as client:
         assert train(client, weight=2.0) == of_run  # another loss on the data of the run
         assert client.get_samples(["s1_3"], "train", ["loss"])["loss"].item() == 2.0 * (1 + 2 + 3 + 4)
     (message,) = [record.message for record in caplog.records]  # of the column, once
@@ -272,8 +264,7 @@ def test_a_difference_may_be_a_warning_and_is_taken(folder, of_run, caplog):
 
 
 def test_what_the_run_did_not_put_is_taken_uncompared(folder, of_run):
-    with replayed(folder) as client:
-        register(client)
+    with register(replayed(folder)) as client:
         client.put_samples(["s1_0", "new"], "train", {"entropy": torch.tensor([0.5, 0.25])}, tags=[{"k": 1}, {}])
         assert client.get_samples(["new", "s1_0"], "train", ["entropy"])["entropy"].tolist() == [0.25, 0.5]
         assert client.list_samples("train", {"k": 1}).tags == [{"k": 1}]
@@ -281,11 +272,9 @@ def test_what_the_run_did_not_put_is_taken_uncompared(folder, of_run):
 
 def test_shared_and_long_cells_are_compared_too(folder):
     shared = torch.ones(1, 40_000).expand(3, -1)
-    with recorded(folder) as client:
-        register(client)
+    with register(recorded(folder)) as client:
         client.put_samples(["a", "b", "c"], "train", {"tokens": shared, "text": [[1, 2], [], [3]]})
-    with replayed(folder) as client:
-        register(client)
+    with register(replayed(folder)) as client:
         client.put_samples(["c", "a"], "train", {"tokens": shared[:2], "text": [[3], [1, 2]]})
         changed = torch.ones(40_000)
         changed[7] = 3.0
@@ -332,19 +321,16 @@ def test_what_the_run_did_not_do_is_refused_and_says_what_it_did(folder, of_run)
 
 @pytest.mark.parametrize("payload", ["digests", 0.01])
 def test_rows_that_were_not_recorded_are_missed_when_they_are_read(folder, payload):
-    with recorded(folder, payload) as client:
-        register(client)
+    with register(recorded(folder, payload)) as client:
         client.mark_step(4)
         roll_out(client, 1)
-    with replayed(folder) as client:
-        register(client)
-        with pytest.raises(MissingDataError, match=rf"payload '?{payload}'?.* The run put them after step 4\."):
-            client.get_samples(["s1_0"], "train", ["tokens"])
+    said = rf"payload '?{payload}'?.* The run put them after step 4\."
+    with register(replayed(folder)) as client, pytest.raises(MissingDataError, match=said):
+        client.get_samples(["s1_0"], "train", ["tokens"])
 
 
 def test_a_replay_may_begin_after_a_step(folder, of_run):
-    with replayed(folder, after_step=1) as client:
-        register(client)
+    with register(replayed(folder, after_step=1)) as client:
         assert train(client, steps=1) == of_run[2:]
     with pytest.raises(InvalidRequestError, match=r"after_step 7 is refused: the run marked 1, 2\."):
         replayed(folder, after_step=7)
@@ -409,8 +395,7 @@ def test_a_list_has_what_other_processes_of_the_run_put_and_what_this_one_has_pu
         register(driver)
         roll_out(rollout, 1, count=2)
         driver.put_samples(["s1_1", "own"], "train", {"loss": torch.tensor([0.5, 0.25])}, tags=[{"seen": 1}, {}])
-    with replayed(folder) as client:
-        register(client)
+    with register(replayed(folder)) as client:
         assert client.list_samples("train").tags == [{"step": 1, "row": 0}, {"step": 1, "row": 1}]
         client.put_samples(["s1_1", "own"], "train", {"loss": torch.tensor([0.5, 0.25])}, tags=[{"seen": 1}, {}])
         assert client.list_samples("train").sample_ids == ["s1_0", "s1_1", "own"]
@@ -429,13 +414,11 @@ def test_a_partition_whose_registration_was_not_recorded_is_refused(folder):
 
 
 def test_a_finished_partition_ends(folder):
-    with recorded(folder) as client:
-        register(client)
+    with register(recorded(folder)) as client:
         roll_out(client, 1)
         client.finish_partition("train")
         batches = [client.claim_meta("train", "trainer", ["tokens"], 3, lease_s=60, timeout_s=30) for _ in range(2)]
-    with replayed(folder) as client:
-        register(client)
+    with register(replayed(folder)) as client:
         client.finish_partition("train")
         again = [client.claim_meta("train", "trainer", ["tokens"], 3, lease_s=60, timeout_s=30) for _ in range(3)]
         assert [meta.sample_ids for meta in again] == [*(meta.sample_ids for meta in batches), []]

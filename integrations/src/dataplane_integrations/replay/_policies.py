@@ -423,18 +423,19 @@ _RULES: Final[dict[str, type[StalenessPolicy]]] = {
 def _rule_named(name: Any) -> type[StalenessPolicy]:
     if isinstance(name, str) and name in _RULES:
         return _RULES[name]
-    rule, cause = None, None
+    text, hint, cause = repr(name), None, None
     if isinstance(name, str) and ":" in name:
         try:
             rule = pkgutil.resolve_name(name)
+            if isinstance(rule, type) and issubclass(rule, StalenessPolicy):
+                return rule
+            text += f", found {rule!r}"
         except (ImportError, AttributeError, ValueError) as error:
-            cause = error
-    if isinstance(rule, type) and issubclass(rule, StalenessPolicy):
-        return rule
-    near = nearest(name, _RULES) if isinstance(name, str) and ":" not in name else None
+            text, cause = f"{text}, which cannot be imported ({error})", error
+    elif isinstance(name, str) and (near := nearest(name, _RULES)):
+        hint = f"Did you mean '{near}'?"
     raise InvalidRequestError(
-        f"StalenessPolicy.from_config refused: name is {name!r}"
-        + (f", which cannot be imported ({cause})" if cause else f", found {rule!r}" if rule is not None else "")
-        + f". Expected one of {', '.join(_RULES)}, or 'module:Class' of a subclass of StalenessPolicy."
-        + (f" Did you mean '{near}'?" if near else ""),
+        f"StalenessPolicy.from_config refused: name is {text}. Expected one of {', '.join(_RULES)}, or 'module:Class' "
+        "of a subclass of StalenessPolicy.",
+        hint=hint,
     ) from cause

@@ -1,7 +1,7 @@
 """Collectors outside the trainer: `serve`, and what a trainer that is elsewhere sees of them."""
 
-import contextlib
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,6 +11,13 @@ from dataplane_core.errors import BackendUnavailableError
 from dataplane_integrations.errors import CollectorFailedError, ReplayTimeoutError, RolloutAbortedError
 from dataplane_integrations.replay import Collector, InOrderPolicy, PromptSource, ReplayBuffer, serve
 from dataplane_testkit._timing import Background
+
+
+@pytest.fixture
+def source(make_buffer, client):
+    """For a collector outside the trainer."""
+    with closing(PromptSource(client, "replay")) as opened:
+        yield opened
 
 
 def test_processes_that_come_before_the_trainer_make_all_prompts_together(make_buffer, client):
@@ -68,21 +75,20 @@ def test_a_trainer_learns_why_a_process_gave_up_once_no_other_runs(make_buffer, 
 
 
 @pytest.mark.parametrize("max_attempts", [None, 3])
-def test_a_note_that_comes_after_its_prompt_was_removed_is_no_prompt(make_buffer, client, max_attempts):
+def test_a_note_that_comes_after_its_prompt_was_removed_is_no_prompt(make_buffer, source, client, max_attempts):
     buffer = make_buffer(InOrderPolicy(max_staleness=0, groups_per_version=1), max_attempts=max_attempts)
     client.put_samples(["p99"], buffer.prompts_id, tags=[{"ended": "given up", "failures": 1}])
-    source = PromptSource(client, "replay")
     assert [reservation.prompt for reservation in source.reserve(1, timeout_s=0)] == [0]
     with pytest.raises(ReplayTimeoutError):
         source.reserve(1, timeout_s=0)
-    source.close()
 
 
 @pytest.mark.parametrize("started", [1, 2])
 @pytest.mark.parametrize("comes", ["before the first row", "before the commit", "after the commit"])
-def test_a_late_note_of_a_collector_that_stood_still_costs_no_answers_of_another(make_buffer, client, started, comes):
+def test_a_late_note_of_a_collector_that_stood_still_costs_no_answers_of_another(
+    make_buffer, source, client, started, comes
+):
     buffer = make_buffer(InOrderPolicy(max_staleness=1, groups_per_version=2), num_prompts=1)
-    source = PromptSource(client, "replay")
     for _ in range(started - 1):
         source.abandon(source.reserve())
     buffer.set_weight_version(1)
@@ -103,12 +109,12 @@ def test_a_late_note_of_a_collector_that_stood_still_costs_no_answers_of_another
     assert selected.sample_ids == list(reservation.sample_ids)
     assert columns["input_ids"][:, 0].tolist() == [0, 0]
     assert client.list_samples("replay").size == 0
-    source.close()
 
 
-def test_a_prompt_that_could_not_be_given_back_stays_claimed_until_the_store_answers(make_buffer, client, monkeypatch):
+def test_a_prompt_that_could_not_be_given_back_stays_claimed_until_the_store_answers(
+    make_buffer, source, client, monkeypatch
+):
     make_buffer(num_prompts=1)
-    source = PromptSource(client, "replay")
     reservations = source.reserve()
     away_once(monkeypatch, client, "list_samples")
     with pytest.raises(BackendUnavailableError):
@@ -117,10 +123,9 @@ def test_a_prompt_that_could_not_be_given_back_stays_claimed_until_the_store_ans
         source.reserve(timeout_s=0)
     source.abandon(reservations, failed=True)
     assert [reservation.group for reservation in source.reserve(timeout_s=0)] == ["v0_p0r1"]
-    source.close()
 
 
-def test_a_prompt_is_put_once_even_if_the_answer_is_lost(make_buffer, client, commit, fill, monkeypatch):
+def test_a_prompt_is_put_once_even_if_the_answer_is_lost(make_buffer, source, client, commit, fill, monkeypatch):
     buffer, put = make_buffer(requeue_evicted=True), client.put_samples
     fill(buffer, 2)
 
@@ -133,19 +138,16 @@ def test_a_prompt_is_put_once_even_if_the_answer_is_lost(make_buffer, client, co
         patch.setattr(client, "put_samples", put_unheard)
         with pytest.raises(BackendUnavailableError):
             buffer.set_weight_version(2)
-    source = PromptSource(client, "replay")
     started = source.reserve(4, at_least=1, timeout_s=0)
     buffer.view()
     commit(source, started)
     groups = {group.group: group.ready for group in buffer.view().groups}
     assert all(groups[reservation.group] for reservation in started)
-    source.close()
 
 
-def test_leases_are_renewed_while_a_rollout_runs(make_buffer, client, commit, monkeypatch):
+def test_leases_are_renewed_while_a_rollout_runs(make_buffer, source, client, commit, monkeypatch):
     monkeypatch.setattr("dataplane_integrations.replay._prompts.RENEWED_AFTER", 0.001)
     buffer = make_buffer()
-    source = PromptSource(client, "replay", lease_s=WAIT_S)
     renewed, renew = threading.Semaphore(0), client.renew
 
     def counted(*args):
@@ -158,11 +160,9 @@ def test_leases_are_renewed_while_a_rollout_runs(make_buffer, client, commit, mo
         assert renewed.acquire(timeout=WAIT_S)
     commit(source, [reservation])
     assert buffer.select(1, timeout_s=0).sample_ids == list(reservation.sample_ids)
-    source.close()
 
 
-def test_without_a_trainer_one_waits_as_long_as_one_says(client):
-    source = PromptSource(client, "replay")
+def test_without_a_trainer_one_waits_as_long_as_one_says(source, client):
     with pytest.raises(ReplayTimeoutError, match="no trainer has begun a run on 'replay'"):
         source.wait_for_trainer(0)
     client.register_partition(source.prompts_id, [], None, ["rollout"])  # one begins just now
@@ -170,11 +170,10 @@ def test_without_a_trainer_one_waits_as_long_as_one_says(client):
         source.reserve(timeout_s=0)
 
 
-def test_rows_of_a_failed_call_are_cleared_while_a_trainer_begins_anew(make_buffer, client):
+def test_rows_of_a_failed_call_are_cleared_while_a_trainer_begins_anew(make_buffer, source, client):
     buffer = make_buffer()
-    with contextlib.closing(PromptSource(client, "replay")) as source:
-        (reservation,) = source.reserve(1)
-        client.put_samples(reservation.sample_ids[:1], "replay", {"x": torch.zeros(1)})
-        client.clear_samples(["run"], buffer.prompts_id)
-        source.abandon([reservation], failed=True)
+    (reservation,) = source.reserve(1)
+    client.put_samples(reservation.sample_ids[:1], "replay", {"x": torch.zeros(1)})
+    client.clear_samples(["run"], buffer.prompts_id)
+    source.abandon([reservation], failed=True)
     assert client.list_samples("replay").size == 0

@@ -86,33 +86,6 @@ def test_a_config_does_not_print_its_options():
         assert "hunter2" not in "".join(traceback.format_exception(refused.value)) + repr(refused.value)
 
 
-class Unmarked:
-    def put_samples(self, request): ...
-
-
-class NotAWrapper:
-    @hookimpl
-    def put_samples(self, request): ...
-
-
-class NoGenerator:
-    @hookimpl(wrapper=True)
-    def put_samples(self, request):
-        return request
-
-
-class Misspelt:
-    @hookimpl(wrapper=True)
-    def put_sample(self, request):
-        return (yield)
-
-
-class WrongArgument:
-    @hookimpl(wrapper=True)
-    def put_samples(self, req):
-        return (yield)
-
-
 class Broken:
     def start(self, context):
         raise OSError("no such collector")
@@ -162,11 +135,6 @@ def noop(**more):
         (noop(middleware=["metric"]), UnknownBackendError, "'metric' is not installed. Found: .*metrics"),
         (noop(middleware=[{"metrics": 5}]), ConfigError, "'metrics' must be a mapping, got int"),
         (noop(middleware=[{"metrics": {"on_evnt": 1}}]), ConfigError, "'on_evnt'; did you mean 'on_event'"),
-        (noop(middleware=[Unmarked()]), PluginSignatureError, "hook 'put_samples': is not marked"),
-        (noop(middleware=[NotAWrapper()]), PluginSignatureError, r"@hookimpl\(wrapper=True\)"),
-        (noop(middleware=[NoGenerator()]), PluginSignatureError, "'NoGenerator', hook 'put_samples': is no generator"),
-        (noop(middleware=[Misspelt()]), PluginSignatureError, "Did you mean 'put_samples'"),
-        (noop(middleware=[WrongArgument()]), PluginSignatureError, r"takes \(self, req\)"),
         (noop(middleware=[object()]), PluginSignatureError, "wraps no operation"),
         (noop(middleware=[BROKEN]), BackendError, "middleware Broken: OSError: no such collector"),
         (noop(middleware=[BROKEN, BROKEN]), ConfigError, "lists the same Broken object twice"),

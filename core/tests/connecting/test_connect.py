@@ -281,27 +281,28 @@ def test_the_doctor_names_the_library_that_a_backend_lacks_and_what_brings_it(di
     assert "apt-file search libacme_fabric.so.7" in finding["hint"]
 
 
-#: What the module of a middleware has, its entry point, and what the error must say besides plugin and distribution.
+MINE = "class Mine(Middleware):\n    "
+WRAPS = f"{MINE}@hookimpl(wrapper=True)\n    def "
+#: What the module of a middleware has, if its entry point names one, and what the error must say besides plugin and
+#: distribution.
 BROKEN = {
-    "ends the program": ("import sys; sys.exit()", "bad = plug_acme:Mine", "cannot be imported: SystemExit"),
-    "no value": ("", "bad =", "its entry point is ''"),
-    "needs arguments": (
-        "class Mine(Middleware):\n    def __init__(self, path): pass",
-        "bad = plug_acme:Mine",
-        "cannot be made: TypeError",
-    ),
-    "ends the program later": (
-        "class Mine(Middleware):\n    def __init__(self): raise SystemExit(0)",
-        "bad = plug_acme:Mine",
-        "cannot be made: SystemExit",
-    ),
+    "ends the program": ("import sys; sys.exit()", "cannot be imported: SystemExit"),
+    "no value": (None, "its entry point is ''"),
+    "needs arguments": (f"{MINE}def __init__(self, path): pass", "cannot be made: TypeError"),
+    "ends the program later": (f"{MINE}def __init__(self): raise SystemExit(0)", "cannot be made: SystemExit"),
+    "not marked": (f"{MINE}def put_samples(self, request): ...", "'put_samples': is not marked"),
+    "no wrapper": (f"{MINE}@hookimpl\n    def put_samples(self, request): ...", "@hookimpl(wrapper=True)"),
+    "no generator": (f"{WRAPS}put_samples(self, request): ...", "'put_samples': is no generator"),
+    "misspelt": (f"{WRAPS}put_sample(self, request): yield", "Did you mean 'put_samples'"),
+    "another argument": (f"{WRAPS}put_samples(self, req): yield", "takes (self, req)"),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_plugin_that_misbehaves_is_named(site, kind):
-    code, point, says = BROKEN[kind]
-    install(site, "acme", point, f"from dataplane_core.middleware import Middleware\n{code}\n", "middleware")
-    with pytest.raises(PluginError, match=r"middleware 'bad' \(acme 1\.0\)") as caught:
+    code, says = BROKEN[kind]
+    source = f"from dataplane_core.middleware import Middleware\nfrom dataplane_core.spec import hookimpl\n{code}\n"
+    install(site, "acme", "bad =" if code is None else "bad = plug_acme:Mine", source, "middleware")
+    with pytest.raises(PluginError, match=r"middleware ('bad' \(acme 1\.0\)|'Mine', hook)") as caught:
         connect({"backend": "noop", "middleware": ["bad"]})
     assert says in str(caught.value)

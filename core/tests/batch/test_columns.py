@@ -173,20 +173,6 @@ def test_the_schema_does_not_depend_on_the_rows():
     assert str(tables[0].schema.field("tokens").type) == "large_list<item: float>"
 
 
-@pytest.mark.parametrize("item", ["a \ud83d", ["\ud83d"]])
-def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_the_field(item):
-    with pytest.raises(InvalidTypeError, match=r"field 'x' holds objects that Arrow has no .*surrogates"):
-        to_arrow({"x": [item]})
-
-
-@pytest.mark.parametrize("items", [["a", 1], [{"a": 1}, "a"], [{"a": torch.zeros(1)}, None]], ids=repr)
-def test_objects_that_arrow_has_no_type_for_are_refused(items):
-    with pytest.raises(
-        InvalidTypeError, match=r"field 'x' holds objects that Arrow has no common type for.*json\.dumps"
-    ):
-        to_arrow({"x": NonTensorStack(*items)})
-
-
 def test_a_table_has_ids_and_tags():
     batch = BatchedDataDict({"tokens": [[1, 2], [3]]})
     rows = batch.to_arrow(ids=["a", "b"], tags=[{"split": "train"}, {"version": 7}]).to_pylist()

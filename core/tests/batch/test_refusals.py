@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tensordict import NonTensorStack
 
 from dataplane_core import materialize, pack_jagged_fields, shard_meta_for_dp
 from dataplane_core.batch import (
@@ -194,6 +195,14 @@ REFUSED = [
     ),
     (lambda: materialize({}, layout="nested"), InvalidRequestError, "nested"),
     (lambda: materialize({}, pad_to_seqlen=-1), InvalidRequestError, "-1"),
+    # objects without a type of Arrow's
+    *(
+        (lambda items=items: to_arrow({"x": NonTensorStack(*items)}), InvalidTypeError, rf"'x' holds objects .*{named}")
+        for items, named in (
+            *((items, r"json\.dumps") for items in (["a", 1], [{"a": 1}, "a"], [{"a": torch.zeros(1)}, None])),
+            *(([item], "surrogates") for item in ("a \ud83d", ["\ud83d"])),  # half of a pair
+        )
+    ),
     # message logs
     (lambda: split_message_logs([[], [], [TURN, {"content": "hi"}]]), InvalidRequestError, "turn 1 of sample 2.*role"),
     (lambda: split_message_logs([[TURN | {"token_ids": torch.zeros(1, 2)}]]), InvalidRequestError, r"turn 0.*\(1, 2\)"),

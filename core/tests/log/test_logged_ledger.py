@@ -1,6 +1,7 @@
 """A ledger whose process ends is where it was when another one opens its log."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from ledgers import History, answer, begin, claim, contents, is_alike, register, state_of
@@ -20,19 +21,10 @@ from dataplane_core.spec import Claim
 from dataplane_testkit._profiles import by_profile
 
 
-class Clock:
-    """That of a machine. Another machine shows another time."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    made = Clock()
+    """That of a machine. Another machine shows another time."""
+    made = SimpleNamespace(now=1000.0, monotonic=lambda: made.now)
     monkeypatch.setattr(room, "time", made)
     return made
 

@@ -45,13 +45,6 @@ def guarded(request):
         yield client
 
 
-@pytest.fixture
-def unguarded(guarded):
-    """Another client of the same store, without the guard."""
-    with joined(guarded, connect_backend(type(backend_of(guarded)), DataPlaneConfig(backend="noop"))) as client:
-        yield client
-
-
 def columns(seed=0):
     """Every kind of column, three rows each."""
     generator = torch.Generator().manual_seed(seed)
@@ -145,15 +138,17 @@ def test_cells_are_checked_that_were_put_before_the_type_of_their_field_was_know
     assert guarded.get_samples(["c", "d"], "p", ["more"])["more"].tolist() == [7, 8]
 
 
-def test_cells_of_a_client_without_the_guard_are_refused_and_not_passed_on(guarded, unguarded):
+def test_cells_of_a_client_without_the_guard_are_refused_and_not_passed_on(guarded):
     guarded.put_samples(["a", "c"], "p", {"reward": torch.zeros(2)})
-    unguarded.put_samples(["b"], "p", {"reward": torch.zeros(1)})
-    with pytest.raises(ConfigError, match="put without wire_guard and have no checksum: 'b' in 'reward'"):
-        guarded.get_samples(["a", "b"], "p", ["reward"])
-    assert unguarded.get_samples(["a", "b"], "p", ["reward"])["reward"].tolist() == [0.0, 0.0]
-    unguarded.put_samples(["c"], "p", {"reward": torch.ones(1)})
-    with pytest.raises(CorruptDataError, match=r"'c' in 'reward'.*overwritten by a client without wire_guard"):
-        guarded.get_samples(["a", "c"], "p", ["reward"])
+    without = connect_backend(type(backend_of(guarded)), DataPlaneConfig(backend="noop"))
+    with joined(guarded, without) as unguarded:
+        unguarded.put_samples(["b"], "p", {"reward": torch.zeros(1)})
+        with pytest.raises(ConfigError, match="put without wire_guard and have no checksum: 'b' in 'reward'"):
+            guarded.get_samples(["a", "b"], "p", ["reward"])
+        assert unguarded.get_samples(["a", "b"], "p", ["reward"])["reward"].tolist() == [0.0, 0.0]
+        unguarded.put_samples(["c"], "p", {"reward": torch.ones(1)})
+        with pytest.raises(CorruptDataError, match=r"'c' in 'reward'.*overwritten by a client without wire_guard"):
+            guarded.get_samples(["a", "c"], "p", ["reward"])
 
 
 def test_cells_not_yet_produced_are_still_told_by_the_users_names_alone(guarded):

@@ -22,42 +22,37 @@ from dataplane_core.host_memory import copying
 NUM_ROUNDS = 25
 
 
-KINDS = [
-    *("noop", "sqlite", "shm_store", "shm_store with copy threads", "redis_store"),
-    *("tq_simple", "tq_simple over the wire"),
-]
+BYTES = {"capacity_bytes": 1 << 24}
+#: A backend, and its options. With copy threads, these copy also a few bytes.
+STORES = {
+    "noop": ("noop", {}),
+    "sqlite": ("sqlite_example", {}),
+    "shm_store": ("shm_store", BYTES),
+    "shm_store with copy threads": ("shm_store", {**BYTES, "copy_threads": 3}),
+    "redis_store": ("redis_store", {}),
+    "tq_simple": ("tq_simple", {"copy_threads": 3}),
+    "tq_simple over the wire": ("tq_simple", {"copy_threads": 3, "share_memory": False}),
+}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=STORES)
 def client(request, tmp_path, monkeypatch):
-    kind, name = request.param, f"interrupts-{uuid.uuid4().hex[:8]}"
-    settings = {"op_timeout_s": 300}  # a call that is never answered lets the test time out
-    if kind == "sqlite":
-        config = DataPlaneConfig(backend="sqlite_example", options={"path": str(tmp_path / "store")}, **settings)
-        opened = connect_backend(SQLiteStore, config)
-    else:
-        options = {"noop": {}, "shm_store": {"capacity_bytes": 1 << 24}}.get(kind, {})
-        if kind == "shm_store with copy threads":  # also of a few bytes
-            kind, options = "shm_store", {"capacity_bytes": 1 << 24, "copy_threads": 3}
-            monkeypatch.setattr(extent_client, "_FEW_BYTES", 0)
-            few_bytes_go_their_whole_way(monkeypatch)
-        if kind.startswith("tq_simple"):
-            address = request.getfixturevalue("ray_address")
-            kind, options = "tq_simple", {"instance": name, "ray_address": address, "share_memory": kind == "tq_simple"}
-            options |= {"copy_threads": 3}
-            monkeypatch.setattr(extent_client, "_FEW_BYTES", 0)
-            few_bytes_go_their_whole_way(monkeypatch)
-        elif options:
-            options["namespace"] = name
-        opened = connect({"backend": kind, "options": options, **settings})
+    (backend, options), name = STORES[request.param], f"interrupts-{uuid.uuid4().hex[:8]}"
+    if "copy_threads" in options:
+        monkeypatch.setattr(extent_client, "_FEW_BYTES", 0)
+        monkeypatch.setattr(copying, "_LEAST_BYTES", 8)
+        monkeypatch.setattr(copying, "_PAGE", 8)
+    if backend == "sqlite_example":
+        options = {"path": str(tmp_path / "store")}
+    elif backend == "tq_simple":
+        options = {**options, "instance": name, "ray_address": request.getfixturevalue("ray_address")}
+    elif backend != "noop":
+        options = {**options, "namespace": name}
+    # a call that is never answered lets the test time out
+    config = DataPlaneConfig(backend=backend, options=options, op_timeout_s=300)
+    opened = connect_backend(SQLiteStore, config) if backend == "sqlite_example" else connect(config)
     yield opened
     opened.close()
-
-
-def few_bytes_go_their_whole_way(monkeypatch):
-    """Several threads copy them."""
-    monkeypatch.setattr(copying, "_LEAST_BYTES", 8)
-    monkeypatch.setattr(copying, "_PAGE", 8)
 
 
 class Interrupts:

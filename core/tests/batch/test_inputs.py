@@ -273,6 +273,10 @@ REFUSED = {
     "rows of a table": (pa.table({"x": [1, 2]}), InvalidRequestError, "2 rows"),
     "rows of an array": ({"x": np.zeros(2)}, InvalidRequestError, "2 rows"),
     "columns of one name": (pa.Table.from_arrays([pa.array([1, 2, 3])] * 2, ["x", "x"]), InvalidRequestError, "'x'"),
+    # columns that are none
+    "one text for all rows": ({"x": "text"}, InvalidTypeError, "'x'.*non-tensor leaf"),
+    "None for all rows": ({"x": None}, InvalidTypeError, "'x'.*non-tensor leaf"),
+    "a tuple in an object": ({"x": [("a",), 2, 3]}, InvalidTypeError, "'x', row 0.* of type tuple"),
     # no table at all
     "a list of numbers": ([1, 2, 3], InvalidTypeError, r"row 0 is a int.*\{'name': values\}"),
     "a tensor": (torch.zeros(3), InvalidTypeError, r"Tensor.*\{'name'"),

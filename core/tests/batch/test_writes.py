@@ -1,13 +1,12 @@
 """Writes of batches: padding is cut where it is surely padding, on the side that the mask says."""
 
-import numpy as np
 import pytest
 import torch
 from token_rows import form, jagged, padded, rows_of
 from torch import tensor
 
 from dataplane_core.batch import BatchedDataDict, kv_first_write, read_columns, tokens, write_columns
-from dataplane_core.errors import InvalidRequestError, InvalidTypeError
+from dataplane_core.errors import InvalidRequestError
 from dataplane_core.schema import GLOBAL_FORWARD_PAD_SEQLEN, MICRO_BATCH_INDICES, PAD_TO_MULTIPLE
 from dataplane_testkit._columns import check_column
 
@@ -240,35 +239,25 @@ def test_without_a_mask_it_is_warned_once_if_tokens_seem_to_be_cut_off(client, k
 
 
 RIGHT = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "input_lengths": tensor([5, 3])}
-#: What is written, arguments, the class of the error, and what it must name.
+#: What is written, arguments, and what the error must name.
 REFUSED = [
-    (make_batch(), {"required_fields": ["input_ids", "voice", "audio"]}, InvalidRequestError, "'voice', 'audio'"),
-    (make_batch(), {"pad_to_multiple": 0}, InvalidRequestError, "pad_to_multiple must be at least 1"),
-    (make_batch(), {"tags": [{}]}, InvalidRequestError, "tags must align 1:1"),
-    (make_batch(text=["a"]), {}, InvalidRequestError, r"'text' has 1 rows\. Expected 4"),
-    (make_batch(input_lengths=tensor(LENGTHS).float()), {}, InvalidRequestError, "field 'input_lengths'.*float32"),
-    (make_batch(input_lengths=tensor([3, 9, 1, 4])), {}, InvalidRequestError, "row 1 has length 9, .* padded to 8"),
-    (make_batch(strange="text"), {}, InvalidTypeError, "field 'strange' is a non-tensor leaf"),
-    (make_batch(strange=np.zeros(4, "M8[s]")), {}, InvalidTypeError, "field 'strange' is a non-tensor column"),
-    (make_batch(strange=None), {}, InvalidTypeError, "field 'strange' is a non-tensor leaf"),
-    (make_batch(text=[("a",), 2, 3, 4]), {}, InvalidTypeError, "object field 'text', row 0.* of type tuple"),
+    (make_batch(), {"required_fields": ["input_ids", "voice", "audio"]}, "'voice', 'audio'"),
+    (make_batch(), {"pad_to_multiple": 0}, "pad_to_multiple must be at least 1"),
+    (make_batch(), {"tags": [{}]}, "tags must align 1:1"),
+    (make_batch(input_lengths=tensor(LENGTHS).float()), {}, "field 'input_lengths'.*float32"),
+    (make_batch(input_lengths=tensor([3, 9, 1, 4])), {}, "row 1 has length 9, .* padded to 8"),
     # tokens would be lost
-    ({**LEFT, **MASK, "input_lengths": tensor([1, 5])}, {}, InvalidRequestError, "row 0 counts the places 3 to 4"),
-    ({**LEFT, **MASK, **POSITIONS}, {}, InvalidRequestError, "'position_ids' is as wide as 'input_ids', but in row 0"),
-    (
-        {**RIGHT, "generation_logprobs": torch.zeros(2, 7)},
-        {},
-        InvalidRequestError,
-        "it is 7 wide",
-    ),  # of the next tokens
-    ({**RIGHT, "generation_logprobs": torch.zeros(2, 6)}, {}, InvalidRequestError, "it is 6 wide"),  # of the response
-    ({**RIGHT, "generation_logprobs": jagged([4, 2])}, {}, InvalidRequestError, "row 0 has 4 elements and 5 tokens"),
+    ({**LEFT, **MASK, "input_lengths": tensor([1, 5])}, {}, "row 0 counts the places 3 to 4"),
+    ({**LEFT, **MASK, **POSITIONS}, {}, "'position_ids' is as wide as 'input_ids', but in row 0"),
+    ({**RIGHT, "generation_logprobs": torch.zeros(2, 7)}, {}, "it is 7 wide"),  # of the next tokens
+    ({**RIGHT, "generation_logprobs": torch.zeros(2, 6)}, {}, "it is 6 wide"),  # of the response
+    ({**RIGHT, "generation_logprobs": jagged([4, 2])}, {}, "row 0 has 4 elements and 5 tokens"),
 ]
 
 
-@pytest.mark.parametrize(("batch", "kwargs", "error", "named"), REFUSED)
-def test_what_cannot_be_written_is_refused_and_nothing_is_written(client, batch, kwargs, error, named):
-    with pytest.raises(error, match=named):
+@pytest.mark.parametrize(("batch", "kwargs", "named"), REFUSED)
+def test_what_cannot_be_written_is_refused_and_nothing_is_written(client, batch, kwargs, named):
+    with pytest.raises(InvalidRequestError, match=named):
         write(client, batch, **kwargs)
     assert client.list_samples("train").size == 0
 

@@ -51,8 +51,7 @@ _MOST_REPLACEMENTS: Final = 5
 #: ``extra_info`` key: ``replace_lost`` has left rows out. Later calls with the meta may not find whole global batches.
 _SHORTENED: Final = "replace_lost_left_rows_out"
 
-#: Gets the meta of a call and the lost ids, and returns the meta to go on with; see ``replace_lost`` of
-#: `DataPlanePolicy`.
+#: The ``replace_lost`` of a `DataPlanePolicy`: gets the meta of a call and lost ids, returns the meta to go on with.
 ReplaceLost: TypeAlias = Callable[[KVBatchMeta, Sequence[str]], KVBatchMeta]
 
 

@@ -380,7 +380,10 @@ def serve(
 
     Args:
         client: This process's client. Writes the columns that ``rollout`` returns.
-        options: As for `Collector`, as is ``rollout``. ``partition_id`` and ``lease_s`` are those of `PromptSource`.
+        partition_id: As for `PromptSource`.
+        rollout: See `Rollout`.
+        lease_s: As for `PromptSource`.
+        options: As for `Collector`.
 
     Raises:
         CollectorFailedError: Too many rollouts failed one after another; the cause is the last error.
@@ -404,10 +407,11 @@ class AsyncCollector:
     `Collector`. `ReplayBuffer.select` and its like block: call them in a thread, with ``asyncio.to_thread``.
 
     Args:
+        buffer: As for `Collector`.
         rollout: See `AsyncRollout`.
         max_concurrent: How many coroutines run at the same time. Each occupies a thread that waits for it.
         abort_poll_s: How often each coroutine's groups are checked for staleness, in seconds.
-        options: As for `Collector`, besides ``num_threads``, as is ``buffer``.
+        options: As for `Collector`, besides ``num_threads``.
 
     Raises:
         InvalidRequestError: A number below 1, or a time of 0 s or less.

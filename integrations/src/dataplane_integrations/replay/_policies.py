@@ -118,7 +118,7 @@ class StalenessPolicy(ABC):
 
         Raises:
             InvalidRequestError: No such rule, or it does not take these arguments.
-            InvalidTypeError: ``config`` is no dict, or an argument has a wrong type.
+            InvalidTypeError: ``config`` is no dict, or an option that is on or off is no bool.
         """
         check_dict("from_config: config", config)
         options = dict(config)

@@ -17,10 +17,19 @@ from dataplane_integrations.rollout.first_write import mint_sample_ids
 
 
 def missing_groups(client: DataPlaneClient, partition_id: str, uids: Sequence[str], group_size: int) -> list[str]:
-    """The prompts that must be generated, in the order given: those of which not all generations are committed. If
-    nobody has registered the partition, nothing is. Blocks for one request.
+    """The prompts that must be generated: those of which not all generations are committed. Blocks for one request.
 
-    ``uids`` and ``group_size`` are those of `mint_sample_ids`, which also says what is refused.
+    Args:
+        client: A client of this process.
+        partition_id: The partition of the rows. If nobody has registered it, nothing is committed.
+        uids: One per prompt, as `mint_sample_ids` takes them.
+        group_size: Generations per prompt.
+
+    Returns:
+        Their uids, in the order given.
+
+    Raises:
+        InvalidRequestError: As `mint_sample_ids`.
 
     Examples:
         >>> client = connect({"backend": "noop"})

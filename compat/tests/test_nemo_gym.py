@@ -7,19 +7,13 @@ import asyncio
 import math
 
 import pytest
-from nemo_gym_stores import (
-    OTHERS,
-    call_ids,
-    config as config,
-    entry,
-    nemo_gym as nemo_gym,
-    open_store as open_store,
-    store as store,
-)
+from nemo_gym_stores import OTHERS, call_ids, config, entry, nemo_gym, open_store, store
 from tiers import in_long
 
 from dataplane_compat.nemo_gym import FIELDS, DataPlaneTokenStore, token_entries
 from dataplane_core.errors import LostReplyError, MissingDataError, SchemaMismatchError, UnknownPartitionError
+
+__all__ = ["config", "nemo_gym", "open_store", "store"]
 
 pytestmark = pytest.mark.anyio
 FROZEN = pytest.raises(RuntimeError, match="already frozen")

@@ -9,19 +9,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from nemo_gym_stores import (
-    OTHERS,
-    STAND_IN,
-    call_ids,
-    config as config,
-    entry,
-    nemo_gym as nemo_gym,
-    open_store as open_store,
-    store as store,
-)
+from nemo_gym_stores import OTHERS, STAND_IN, call_ids, config, entry, nemo_gym, open_store, store
 from tiers import in_long
 
 from dataplane_core.cli import main
+
+__all__ = ["config", "nemo_gym", "open_store", "store"]
 
 
 @pytest.mark.parametrize("config", ["shm_store"], indirect=True)

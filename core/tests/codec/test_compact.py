@@ -125,10 +125,6 @@ IMAGES = [torch.arange(4 * (LENGTH + 8 * number)).view(-1, 4).float() + number f
 ROWS = [IMAGES[number] for number in INDEX]
 
 
-def rows_of(column):
-    return list(column.unbind()) if isinstance(column, torch.Tensor) else column.tolist()
-
-
 def lazy(rows):
     return as_columns("put", LazyStackedTensorDict(*[TensorDict({"x": row}, batch_size=[]) for row in rows]), len(rows))
 
@@ -154,7 +150,8 @@ def test_equal_rows_are_sent_once_and_come_back(wire, form):
     assert sizes.sum() == pytest.approx(sum(row.nbytes for row in IMAGES), rel=0.01)
     expected = [row[:LENGTH] for row in ROWS] if form is FORMS["dense, equal bytes"] else ROWS
     for share in (False, True):
-        found = rows_of(decode_columns(columns, specs, 6, wire, share_rows=share)["x"])
+        column = decode_columns(columns, specs, 6, wire, share_rows=share)["x"]
+        found = column.unbind() if isinstance(column, torch.Tensor) else column.tolist()
         assert all(map(torch.equal, found, expected))
         assert len({row.data_ptr() for row in found}) == (3 if share else 6)
 

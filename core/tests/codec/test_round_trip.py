@@ -4,11 +4,11 @@ import pytest
 import torch
 from framing import frame_cell, frame_column, unframe_cell, unframe_column
 
-from dataplane_core.codec import ALL_DTYPES, decode_item, encode_item
+from dataplane_core.codec import decode_item, encode_item
 from dataplane_core.codec.cells import copy_item
 from dataplane_core.codec.inputs import list_as
 from dataplane_core.spec import FieldSpec
-from dataplane_testkit._columns import bits, check_column, random_cells
+from dataplane_testkit._columns import DTYPES, bits, check_column, random_cells
 
 SHAPES = {
     "scalars": [()] * 4,
@@ -28,11 +28,9 @@ SHAPES = {
     "one row": [(3,)],
     "one scalar": [()],
 }
-DTYPES = sorted(ALL_DTYPES, key=str)
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@EACH_DTYPE
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_shape_comes_back_in_frames_and_in_items(dtype):
     for shapes in SHAPES.values():
         rows = [random_cells(dtype, shape, seed) for seed, shape in enumerate(shapes)]

@@ -109,21 +109,15 @@ TENSORS = {
     "nested and strided scalars": strided(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)),
     "nested and strided, transposed": strided(*[torch.arange(6.0).view(2, 3)] * 3).transpose(1, 2),
 }
-EACH_WIRE = pytest.mark.parametrize("wire", [JAGGED, FRAMES, PROMOTED], ids=WireFormat.describe)
 
 
-def there_and_back(column, wire):
-    fields = column if isinstance(column, TensorDict) else {"x": column}
-    columns, specs = encode_columns(fields, 3, wire)
-    return decode_columns(columns, specs, 3, wire)["x"]
-
-
-@EACH_WIRE
+@pytest.mark.parametrize("wire", [JAGGED, FRAMES, PROMOTED], ids=WireFormat.describe)
 @pytest.mark.parametrize("kind", TENSORS)
 def test_tensors_of_any_kind_are_taken(kind, wire):
     column = TENSORS[kind]
     rows = [row.detach().resolve_conj().resolve_neg() for row in column.unbind()]
-    found = there_and_back(column, wire)
+    columns, specs = encode_columns({"x": column}, 3, wire)
+    found = decode_columns(columns, specs, 3, wire)["x"]
     check_column(found, rows)
     assert not found.is_nested or found.offsets().dtype == torch.int64
 

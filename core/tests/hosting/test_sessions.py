@@ -167,11 +167,6 @@ def claim(token):
     return commands.ClaimRequest("p", "t", ["x"], 1, all_or_nothing=True, lease_s=None, token=token)
 
 
-def put(session, sample_id):
-    begin = commands.BeginPut("p", [sample_id], X, [commands.Write(list(X), [8])], ttl_s=9.0)
-    session.call("commit", soon(), commands.CommitPut(session.call("begin", soon(), begin)))
-
-
 def test_messages_of_any_size_and_from_many_threads_are_answered_to_who_asked(session):
     def ask(number):
         for size in (0, 1, 3_000_000, number):
@@ -212,7 +207,8 @@ def test_what_waits_is_woken_and_what_ended_keeps_nobody_waiting(host, session, 
     assert not session.call("claim", soon(), claim("alive"), woken.set).answered
     other.close()
     eventually(lambda: len(host._clients) == 1, LONG_S)
-    put(session, "a")
+    begin = commands.BeginPut("p", ["a"], X, [commands.Write(list(X), [8])], ttl_s=9.0)
+    session.call("commit", soon(), commands.CommitPut(session.call("begin", soon(), begin)))
     assert woken.wait(LONG_S)
     assert session.call("claim", soon(), claim("alive"), woken.set).sample_ids == ["a"]
     assert not session._waiting

@@ -50,11 +50,6 @@ def imports_of(path):
     return found
 
 
-def modules_of(path):
-    """What a file imports: modules, and what it takes from them."""
-    return {module for each in imports_of(path) for module in (each.module, each.whole)}
-
-
 def named(module, roots):
     return any(module == root or module.startswith(root + ".") for root in roots)
 
@@ -165,7 +160,7 @@ def test_packages_stand_alone_and_enter_rooms_by_their_faces():
         rooms = {f"{source.name}.{path.parent.name}" for path in source.glob("*/__init__.py")}
         for path in source.rglob("*.py"):
             own = ".".join((source.name, *path.relative_to(source).parts[:1]))
-            for module in modules_of(path):
+            for module in {module for each in imports_of(path) for module in (each.module, each.whole)}:
                 entered = (source.name, module.split(".")[0]) in ENTERED
                 inside = "._" in module and named(module, others | rooms - {own})
                 if inside or (named(module, others) and not entered):

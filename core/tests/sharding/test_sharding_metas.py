@@ -186,10 +186,6 @@ def test_a_plan_that_the_meta_carries_is_not_inherited_and_what_it_lacks_stays_l
 # --- plans balanced by cost -------------------------------------------------------------------------------------------
 
 
-def rows_of(shards):
-    return [[int(sample_id[1:]) for sample_id in shard.sample_ids] for shard in shards]
-
-
 def bins_of(shards):
     """The lengths of each bin, by chunk, microbatch and rank."""
     by_rank = []
@@ -268,7 +264,7 @@ def test_balanced_plans_by_hand():
     # 64 + 16 + 1 and 49 + 25 + 4
     twice = meta_of([8, 1, 7, 2, 4, 5] * 2)
     shards, _ = shard_meta_for_dp(twice, dp_world=2, batch_size=6, balance=lambda length: length**2)
-    assert rows_of(shards) == [[0, 1, 4, 6, 7, 10], [2, 3, 5, 8, 9, 11]]
+    assert [[row["row"] for row in shard.tags] for shard in shards] == [[0, 1, 4, 6, 7, 10], [2, 3, 5, 8, 9, 11]]
     plain = packed(sequence_length_pad_multiple=1)
     few, _ = shard_meta_for_dp(meta_of([64, 50, 8, 8]), dp_world=2, balance=FLOPS, **plain)
     assert bins_of(few) == [[([64], [50]), ([8], [8])]], "each bin keeps a row"

@@ -25,11 +25,6 @@ def config(request):
     return {"backend": request.param, "options": options, "op_timeout_s": 300, "middleware": ["metrics"]}
 
 
-def fill(client):
-    client.register_partition("p", ["x"], None, ["t", "other"])
-    client.put_samples(["a", "b"], "p", {"x": torch.ones(2, 3)})
-
-
 def at_each_line(act, work):
     """Does some work, and acts before each line of ours in it, when it comes there first."""
     acting, seen = False, set()
@@ -109,7 +104,8 @@ def test_a_handler_may_use_the_client_before_any_line_of_a_call(config, in_handl
             answers.append(type(error))
 
     with connect(config) as client:
-        fill(client)
+        client.register_partition("p", ["x"], None, ["t", "other"])
+        client.put_samples(["a", "b"], "p", {"x": torch.ones(2, 3)})
 
         def work():
             client.put_samples(["c", "d"], "p", {"x": torch.ones(2, 3)})

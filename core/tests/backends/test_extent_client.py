@@ -181,14 +181,14 @@ def test_a_full_host_says_so_and_leaves_nothing(unit, path):
     put(client, 4, half)
 
 
-def begun(unit, path, write_id=1, size=1 << 20):
-    """A put of which nothing is written yet."""
+def begun(unit, path):
+    """A put of 1 MiB of which nothing is written yet."""
     session = unit.session(path)
     layout = Layout([])
-    layout.add_dense(1, size, size)
-    wanted = Wanted(write_id, layout, 1)
+    layout.add_dense(1, 1 << 20, 1 << 20)
+    wanted = Wanted(1, layout, 1)
     session.call("put", soon(), Allocate([wanted]))
-    assert unit.memory().held_bytes >= size
+    assert unit.memory().held_bytes >= 1 << 20
     return session, wanted
 
 

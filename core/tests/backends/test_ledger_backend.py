@@ -19,15 +19,14 @@ from dataplane_noop import NoopBackend
 from dataplane_testkit import backend_of
 
 
-def open_client(cls=NoopBackend, middleware=(), op_timeout_s=10, **options):
-    config = DataPlaneConfig(backend="noop", options=options, op_timeout_s=op_timeout_s, middleware=list(middleware))
-    client = connect_backend(cls, config)
+def open_client(cls=NoopBackend, op_timeout_s=10, **options):
+    client = connect_backend(cls, DataPlaneConfig(backend="noop", options=options, op_timeout_s=op_timeout_s))
     client.register_partition("p", ["x", "y"], None, ["t"])
     return client
 
 
-def put(client, ids, name="x", size=1):
-    client.put_samples(ids, "p", {name: torch.zeros(len(ids), size, dtype=torch.uint8)})
+def put(client, ids, size=1):
+    client.put_samples(ids, "p", {"x": torch.zeros(len(ids), size, dtype=torch.uint8)})
 
 
 # --- payload that is gone ---------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ LIMITS = [(edge, 0) for edge in sorted(EDGES) if edge <= 0]
 LIMITS += [(low, edge) for low in (0, -1) for edge in sorted(EDGES) if edge >= 0]
 
 
-def narrowest(low, high, dtypes=DTYPES):
-    return next(each for each in dtypes if torch.iinfo(each).min <= low and high <= torch.iinfo(each).max)
+def narrowest(low, high):
+    return next(each for each in DTYPES if torch.iinfo(each).min <= low and high <= torch.iinfo(each).max)
 
 
 def same_rows(column, rows):

@@ -17,8 +17,8 @@ from dataplane_core.errors import CorruptDataError, FrameError, InvalidTypeError
 from dataplane_core.spec import FieldSpec
 
 
-def frame(kind=1, code=12, dims=(2,), payload=b"\x00" * 8, magic=b"DPF", version=1, rank=None, zero=0):
-    head = struct.pack("<3sBBBBB", magic, version, kind, code, len(dims) if rank is None else rank, zero)
+def frame(kind=1, code=12, dims=(2,), payload=b"\x00" * 8, magic=b"DPF", version=1, zero=0):
+    head = struct.pack("<3sBBBBB", magic, version, kind, code, len(dims), zero)
     return head + struct.pack(f"<{len(dims)}q", *dims) + payload
 
 

@@ -97,10 +97,11 @@ def over_tcp(ip="127.0.0.1"):
     return listener, token, None, TcpAddress(ip, listener.getsockname()[1], token)
 
 
-def over_tls(ip="127.0.0.1"):
+def over_tls():
     pytest.importorskip("cryptography", reason="not run: cryptography is optional; only a host behind TLS needs it")
-    listener, token, (tls, certificate) = listen_on(ip), new_token(), server.new_tls(ip)
-    return listener, token, tls, TcpAddress(ip, listener.getsockname()[1], token, certificate)
+    listener, token, _, address = over_tcp()
+    tls, certificate = server.new_tls(address.ip)
+    return listener, token, tls, replace(address, certificate=certificate)
 
 
 @pytest.fixture(params=["unix", "tcp", "tls"])

@@ -203,8 +203,8 @@ def filled(num_rows, group=None, total=None):
     return made
 
 
-def claimed(made, count, tag_filter=None, now=0.0, **options):
-    return made.apply(claim(count, tag_filter=tag_filter, **options), now).sample_ids
+def claimed(made, tag_filter):
+    return made.apply(claim(8, tag_filter=tag_filter), 0.0).sample_ids
 
 
 @pytest.mark.parametrize("group", [None, 4])
@@ -213,21 +213,21 @@ def test_a_filter_looks_only_at_rows_that_changed(looks, group, total):
     made = filled(2000, group, total)
     size = group or 1
     if total is None:
-        assert claimed(made, 8, FRESH) == []
+        assert claimed(made, FRESH) == []
     else:
-        claimed(made, 8, FRESH)  # nothing is left for it, and it says so
+        claimed(made, FRESH)  # nothing is left for it, and it says so
     assert looks[0] <= 2 * 2000  # what is ready, and what may be one day
     looks[0] = 0
     for _ in range(50):
-        claimed(made, 8, dict(FRESH))
+        claimed(made, dict(FRESH))
     assert looks[0] == 0
     fresh = [f"q{i // size}_g{i % size}" for i in range(8)]
     made.apply(commands.PutTags("p", fresh, [{"version": 8}] * 8), 0.0)
     looks[0] = 0
-    assert len(claimed(made, 8, FRESH)) == 8
+    assert len(claimed(made, FRESH)) == 8
     assert looks[0] <= 2 * 8
     looks[0] = 0
-    claimed(made, 8, FRESH)
+    claimed(made, FRESH)
     assert looks[0] <= 2 * 8
 
 

@@ -29,7 +29,8 @@ Results = list[dict[str, Any]]
 
 def actor(cls: type, *arguments: Any) -> Any:
     """Starts an actor that finds the examples, and the modules beside the tests."""
-    python_path = os.pathsep.join([str(EXAMPLES), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    folders = [EXAMPLES, Path(__file__).parent, EXAMPLES.parent / "integrations" / "tests"]
+    python_path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     return ray.remote(cls).options(num_cpus=0.5, runtime_env={"env_vars": variables}).remote(*arguments)
 

@@ -1,9 +1,8 @@
 """The policy worker of `examples/grpo.py` on Megatron: the same weights in a `megatron.core` GPT model.
 
-On the CPU, Megatron has no attention for packed sequences: that needs Transformer Engine. `SdpaAttention` replaces it.
 Megatron is imported in the workers alone.
 
-Shape legend: ``N`` rows, ``S`` padded length, ``T`` tokens of all rows, ``V`` vocabulary, ``D`` size of a head.
+Shape legend: ``N`` rows, ``S`` padded length, ``T`` tokens of all rows, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 import grpo
 import torch
 import torch.distributed as dist
+from tiny_megatron import SdpaAttention
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -35,24 +35,6 @@ _NAMES = {
 }
 #: The bias of tokens that pad the vocabulary to a multiple of the tensor-parallel ranks, so that they are never chosen.
 _NEVER = -1e30
-
-
-class SdpaAttention(nn.Module):
-    """Causal attention inside each row; rows side by side (S, N, heads, D), or one after another (T, heads, D)."""
-
-    def __init__(self, config: Any, **_: Any) -> None:
-        super().__init__()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Tensor:
-        packed = options.get("packed_seq_params")
-        mask = None
-        if packed is not None:
-            place_t = torch.arange(query.shape[0])
-            row_t = torch.bucketize(place_t, packed.cu_seqlens_q[1:], right=True)
-            mask = (row_t.unsqueeze(1) == row_t) & (place_t.unsqueeze(1) >= place_t)
-        heads = [part.movedim(0, -2) for part in (query, key, value)]
-        mixed = functional.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None)
-        return mixed.movedim(-2, 0).flatten(-2).contiguous()
 
 
 class MegatronModel(nn.Module):

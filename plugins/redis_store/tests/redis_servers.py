@@ -203,30 +203,38 @@ class Relay(socketserver.ThreadingTCPServer):
     Attributes:
         url: Names it as a server.
         delay_s: Seconds by which it delays what it passes on.
+        frozen: The ends of connections that hang.
     """
 
     def __init__(self, port):
         super().__init__(("127.0.0.1", 0), None)
         self._target, self.delay_s = port, 0.0
         self.url = f"redis://127.0.0.1:{self.server_address[1]}/0"
-        self._sockets, self._frozen = [], set()
+        self._sockets, self.frozen = [], set()
         threading.Thread(target=self.serve_forever, args=(0.05,)).start()
 
     def freeze(self):
         """Connections that were made before hang from now on."""
-        self._frozen.update(self._sockets)
+        self.frozen.update(self._sockets)
+
+    def get_request(self):
+        """Notes a connection before its thread begins, so that none is left out at the end."""
+        client, address = super().get_request()
+        self._sockets.append(client)
+        return client, address
 
     def finish_request(self, client, _):
         """In a thread of its own: passes on what comes until one side ends."""
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as server:
+            self._sockets.append(server)
             other = {client: server, server: client}
-            self._sockets += other
             while True:
                 for source in select.select([*other], [], [])[0]:
                     data = source.recv(1 << 16)
                     if not data:
+                        self.frozen.difference_update(other)
                         return
-                    if source not in self._frozen:
+                    if source not in self.frozen:
                         time.sleep(self.delay_s)
                         other[source].sendall(data)
 

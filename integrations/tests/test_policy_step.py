@@ -496,6 +496,18 @@ def test_a_step_that_one_worker_could_not_begin_is_open_on_none(policy, workers,
     assert policy.finish_train_step()["loss"].tolist() == [0.5]
 
 
+def test_an_interrupt_while_rows_are_cleared_aborts_the_step_all_the_same(policy, workers, trainable_rows, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    policy.begin_train_step(1.0)
+    workers[1].fail_in = "train_microbatch"
+    monkeypatch.setattr(policy, "discard_samples", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        policy.train_microbatch_from_meta(trainable_rows(LENGTHS))
+    assert [worker.open for worker in workers] == [None, None]
+
+
 def test_a_worker_that_cannot_train_in_portions_says_so(toy_worker, client, monkeypatch):
     monkeypatch.delattr(toy_worker, "train_microbatch")
     policy = DataPlanePolicy(InProcessWorkerGroup([toy_worker()]), client)

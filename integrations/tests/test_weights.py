@@ -113,6 +113,7 @@ def with_more(name, value):
 REFUSED = [
     (-1, weights_of(0), {}, InvalidRequestError, "version must be at least 0"),
     (7, weights_of(7), {"keep": 1}, InvalidRequestError, "keep at least 2"),
+    (7, weights_of(7), {"keep": 0}, InvalidRequestError, "keep at least 2"),
     (7, {}, {}, InvalidRequestError, "0 weights"),
     (5, weights_of(9), {}, InvalidRequestError, "version 6 is published"),
     (7, weights_of(7), {"anchor_every": 0}, InvalidRequestError, "anchor_every must be at least 1"),

@@ -711,7 +711,7 @@ def _read_weights(data: bytes) -> object:
     for number, earlier in _versions_of_weights()[:2]:
         base = read_version(base, number, earlier)
     version = read_version(base, 2, cells | {BYTES: np.frombuffer(cells[BYTES], dtype=np.uint8)})
-    return replace(version, digest=_digest_of(version.forms, version.data)).weights()
+    return replace(version, rows={2: _digest_of(version.forms, version.data).hex()}).weights()
 
 
 # --- the list ---------------------------------------------------------------------------------------------------------

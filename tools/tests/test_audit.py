@@ -166,16 +166,19 @@ def test_what_is_no_fault(tmp_path, finds):
     assert finds({}, steps=[4] * 4, untrained=[])["tasks"] == ["eval", "trainer"]
 
 
-def test_which_clients_were_closed_and_which_one_was_killed(tmp_path, look, finds):
+@pytest.mark.parametrize("in_a_line", [False, True], ids=["between two lines", "in a line"])
+def test_which_clients_were_closed_and_which_one_was_killed(tmp_path, look, finds, in_a_line):
     for number, role in enumerate(("closed", "killed")):
         train(tmp_path, [q(number)], first_step=number + 1, role=role)
     (path,) = (path for path in tmp_path.glob("*-000000.jsonl") if b'"role":"killed"' in path.read_bytes())
-    path.write_bytes(path.read_bytes()[:-40])
+    data = path.read_bytes()
+    path.write_bytes(data[:-40] if in_a_line else data[: data.rindex(b"\n", 0, -1) + 1])
     with recorded_run(tmp_path, role="open"):
-        found = finds({}, steps=[2, 2], lacks="is cut off, as a killed process leaves it")
+        report = finds({}, steps=[2, 2], lacks="is cut off, as a killed process leaves it" if in_a_line else ())
+        assert in_a_line or not report["lacks"]
         assert "not closed" in look(tmp_path)[1]
     states = {"closed": "closed", "killed": "not closed", "open": "open"}
-    assert {each["role"]: each["state"] for each in found["clients"]} == states
+    assert {client["role"]: client["state"] for client in report["clients"]} == states
 
 
 def test_a_client_that_ends_or_goes_on_while_it_is_looked_at(tmp_path, look, monkeypatch):

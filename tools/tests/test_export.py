@@ -62,10 +62,10 @@ def cells_of(column):
 def written_cells(folder):
     """The cells that a folder has of each of the columns."""
     written = rows(folder)
-    found = {name: [row.get(name) for row in written] for name in COLUMNS}
+    cells = {name: [row.get(name) for row in written] for name in COLUMNS}
     for name in AS_JSON:
-        found[name] = [None if cell is None else json.loads(cell) for cell in found[name]]
-    return found
+        cells[name] = [None if cell is None else json.loads(cell) for cell in cells[name]]
+    return cells
 
 
 def follow(client, folder, **options):
@@ -118,7 +118,7 @@ COLUMNS = {
         {"x": "1"},
     ),
 }
-#: Those whose cells the folder has as text: they are neither all strings nor all bytes.
+#: Those whose cells the folder has as JSON: objects, and strings that UTF-8 cannot keep.
 AS_JSON = ("broken strings", "objects")
 
 
@@ -151,6 +151,7 @@ def test_all_columns_at_once_over_many_shards_and_with_missing_fields(client, tm
         for name, cells in expected.items():
             cells += cells_of(columns[name]) if name in columns else [None, None]
     export_partition(client, "p", tmp_path / "out", shard_bytes=5_000)
+    assert ids_in(tmp_path / "out") == [f"p{number}_g{member}" for number in range(6) for member in (1, 0)]
     assert repr(written_cells(tmp_path / "out")) == repr(expected)
     assert len(list((tmp_path / "out").glob("*.parquet"))) > 2
 

@@ -86,6 +86,12 @@ def test_a_config_does_not_print_its_options():
         assert "hunter2" not in "".join(traceback.format_exception(refused.value)) + repr(refused.value)
 
 
+class Misspelt:
+    @hookimpl(wrapper=True)
+    def put_sample(self, request):
+        return (yield)
+
+
 class Broken:
     def start(self, context):
         raise OSError("no such collector")
@@ -135,6 +141,7 @@ def noop(**more):
         (noop(middleware=["metric"]), UnknownBackendError, "'metric' is not installed. Found: .*metrics"),
         (noop(middleware=[{"metrics": 5}]), ConfigError, "'metrics' must be a mapping, got int"),
         (noop(middleware=[{"metrics": {"on_evnt": 1}}]), ConfigError, "'on_evnt'; did you mean 'on_event'"),
+        (noop(middleware=[Misspelt()]), PluginSignatureError, "Did you mean 'put_samples'"),
         (noop(middleware=[object()]), PluginSignatureError, "wraps no operation"),
         (noop(middleware=[BROKEN]), BackendError, "middleware Broken: OSError: no such collector"),
         (noop(middleware=[BROKEN, BROKEN]), ConfigError, "lists the same Broken object twice"),

@@ -20,6 +20,7 @@ from dataplane_core.errors import (
     InvalidRequestError,
     OperationTimeoutError,
     PluginError,
+    PluginSignatureError,
 )
 from dataplane_core.spec import Capability, Scope, WireFormat
 from dataplane_testkit import backend_of
@@ -283,13 +284,15 @@ def test_the_doctor_names_the_library_that_a_backend_lacks_and_what_brings_it(di
 
 MINE = "class Mine(Middleware):\n    "
 WRAPS = f"{MINE}@hookimpl(wrapper=True)\n    def "
-#: What the module of a middleware has, if its entry point names one, and what the error must say besides plugin and
-#: distribution.
+#: What the module of a middleware has, if its entry point names one, and what the error must say.
 BROKEN = {
     "ends the program": ("import sys; sys.exit()", "cannot be imported: SystemExit"),
     "no value": (None, "its entry point is ''"),
     "needs arguments": (f"{MINE}def __init__(self, path): pass", "cannot be made: TypeError"),
     "ends the program later": (f"{MINE}def __init__(self): raise SystemExit(0)", "cannot be made: SystemExit"),
+}
+#: The same of one with a hook that is none. Then the error is a PluginSignatureError.
+WRONG_HOOKS = {
     "not marked": (f"{MINE}def put_samples(self, request): ...", "'put_samples': is not marked"),
     "no wrapper": (f"{MINE}@hookimpl\n    def put_samples(self, request): ...", "@hookimpl(wrapper=True)"),
     "no generator": (f"{WRAPS}put_samples(self, request): ...", "'put_samples': is no generator"),
@@ -298,11 +301,14 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", BROKEN | WRONG_HOOKS)
 def test_a_plugin_that_misbehaves_is_named(site, kind):
-    code, says = BROKEN[kind]
+    code, says = (BROKEN | WRONG_HOOKS)[kind]
+    error, named = PluginError, r"'bad' \(acme 1\.0\)"
+    if kind in WRONG_HOOKS:
+        error, named = PluginSignatureError, "'Mine', hook"
     source = f"from dataplane_core.middleware import Middleware\nfrom dataplane_core.spec import hookimpl\n{code}\n"
     install(site, "acme", "bad =" if code is None else "bad = plug_acme:Mine", source, "middleware")
-    with pytest.raises(PluginError, match=r"middleware ('bad' \(acme 1\.0\)|'Mine', hook)") as caught:
+    with pytest.raises(error, match=f"middleware {named}") as caught:
         connect({"backend": "noop", "middleware": ["bad"]})
     assert says in str(caught.value)

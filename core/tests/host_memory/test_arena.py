@@ -235,8 +235,8 @@ def machine(tmp_path):
 
 def limited(folder, limit, used, version=2, stat=""):
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    values = (limit, used, stat)
-    return {f"sys/fs/cgroup/{folder}{name}": str(v) for name, v in zip((*names, "memory.stat"), values, strict=True)}
+    files = dict(zip(names, (limit, used), strict=True)) | ({"memory.stat": stat} if stat else {})
+    return {f"sys/fs/cgroup/{folder}{name}": str(value) for name, value in files.items()}
 
 
 NESTED = {**limited("", "max", 5), **limited("a/", 100 * MIB, 90 * MIB), **limited("a/b/", 800 * MIB, 0)}

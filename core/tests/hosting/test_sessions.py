@@ -195,7 +195,7 @@ def test_a_request_that_was_given_up_is_not_carried_out(host, session, other):
         with pytest.raises(OperationTimeoutError):
             session.call("register", time.monotonic() + 0.05, registration(name))
     host.go_on.set()
-    busy.result()
+    busy.result(LONG_S)
     assert partitions(session) == []
     with pytest.raises(OperationTimeoutError, match="Nothing was sent"):
         session.call("list", time.monotonic(), commands.ListPartitionsRequest())
@@ -239,7 +239,7 @@ def test_a_host_that_settles_knows_whether_a_client_is_there(ends):
         assert not host.server.has_clients()
         host.go_on.set()
         with pytest.raises(ClientClosedError):
-            call.result()
+            call.result(LONG_S)
 
 
 def test_whether_a_client_is_there_is_known_while_others_come_and_go():
@@ -257,14 +257,14 @@ def test_whether_a_client_is_there_is_known_while_others_come_and_go():
                 host.server.has_clients()
         finally:
             sys.setswitchinterval(switch_s)
-        others.result()
+        others.result(LONG_S)
 
 
 def test_closing_ends_the_calls_of_other_threads(host, session):
     waiting = held_up(host, session)
     session.close()
     with pytest.raises(ClientClosedError):
-        waiting.result()
+        waiting.result(LONG_S)
     with pytest.raises(ClientClosedError):
         partitions(session)
 
@@ -324,7 +324,7 @@ def test_pins_that_end_while_all_sockets_are_in_use_are_released_by_the_call_tha
     session.release(1)
     assert session._unreleased
     host.go_on.set()
-    busy.result()
+    busy.result(LONG_S)
     assert not session._unreleased
 
 
@@ -418,4 +418,4 @@ def test_what_listens_and_speaks_something_else_is_an_error():
         speaking = Background(speak)
         with pytest.raises(BackendError, match="cannot read"):
             Session(TcpAddress("127.0.0.1", listener.getsockname()[1], b""), Messages(), soon(), failure)
-        speaking.result()
+        speaking.result(LONG_S)

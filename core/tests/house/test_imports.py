@@ -160,7 +160,8 @@ def test_packages_stand_alone_and_enter_rooms_by_their_faces():
         rooms = {f"{source.name}.{path.parent.name}" for path in source.glob("*/__init__.py")}
         for path in source.rglob("*.py"):
             own = ".".join((source.name, *path.relative_to(source).parts[:1]))
-            for module in {module for each in imports_of(path) for module in (each.module, each.whole)}:
+            imported = {name for imports in imports_of(path) for name in (imports.module, imports.whole)}
+            for module in imported:
                 entered = (source.name, module.split(".")[0]) in ENTERED
                 inside = "._" in module and named(module, others | rooms - {own})
                 if inside or (named(module, others) and not entered):

@@ -32,7 +32,7 @@ def problems(draw):
 
 
 def fitted(order, lengths, capacity, tried=list):
-    """Each sequence goes into the first of the bins that are tried, of those that there are, in which it fits."""
+    """Puts each sequence into the first bin in which it fits, of those that ``tried`` picks from the bins so far."""
     bins = []
     for position in order:
         for each in tried(bins):

@@ -109,7 +109,7 @@ def publish_weights(
         >>> publish_weights(client, 1, {"layer.weight": torch.zeros(2, 3)}, delta=True)
     """
     version = checked_as("publish_weights: version", Index, version)
-    keep = checked_as("publish_weights: keep", Count, keep)
+    keep = checked_as("publish_weights: keep", int, keep)
     anchor_every = checked_as("publish_weights: anchor_every", Count, anchor_every)
     check_dict("publish_weights: weights", weights)
     if keep < 2 or not weights:

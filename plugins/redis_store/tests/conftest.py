@@ -43,7 +43,7 @@ def _starting():
 
 @pytest.fixture
 def start_server():
-    """Starts servers with further settings; with ``sentinel=True``, sentinels that watch nothing yet."""
+    """Starts servers with further settings, see `Server`; with ``sentinel=True``, sentinels that watch nothing yet."""
     with _starting() as start:
         yield start
 

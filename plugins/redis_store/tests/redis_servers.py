@@ -203,7 +203,7 @@ class Relay(socketserver.ThreadingTCPServer):
     Attributes:
         url: Names it as a server.
         delay_s: Seconds by which it delays what it passes on.
-        frozen: The ends of connections that hang.
+        frozen: The ends of connections that hang, also of those that were closed since then.
     """
 
     def __init__(self, port):
@@ -232,7 +232,6 @@ class Relay(socketserver.ThreadingTCPServer):
                 for source in select.select([*other], [], [])[0]:
                     data = source.recv(1 << 16)
                     if not data:
-                        self.frozen.difference_update(other)
                         return
                     if source not in self.frozen:
                         time.sleep(self.delay_s)

@@ -101,10 +101,12 @@ def check_column(column: Any, expected: Sequence[torch.Tensor] | torch.Tensor) -
         assert bits(row) == bits(wanted), f"row {index}: {row} is not bit for bit {wanted}"
     if uniform:
         assert not column.is_nested, f"rows of one shape {shapes[0]} were read as a nested column, expected a dense one"
+        assert type(column) is torch.Tensor, f"a dense column is a {type(column).__name__}"
         assert column.is_contiguous(), "a dense column is not contiguous"
     else:
         assert column.is_nested, "rows of different shapes were not read as one nested tensor"
         assert column.values().is_contiguous(), "the values of a jagged column are not contiguous"
+        assert column.offsets().dtype == torch.int64, f"the offsets of a jagged column are {column.offsets().dtype}"
         lengths = [len(row) for row in expected]
         ends = getattr(column, "_maybe_min_seqlen", None), getattr(column, "_maybe_max_seqlen", None)
         assert ends == (min(lengths), max(lengths)), f"min and max length are {ends}, expected those of {lengths}"

@@ -120,9 +120,9 @@ def check_backend_on_nodes(
     options = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
     calls = []
     for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        on_node = probe.options(num_cpus=0, max_retries=0, scheduling_strategy=there, **options)
-        calls.append(on_node.remote(BACKEND_GROUP, backend))
+        strategy = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+        node_probe = probe.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy, **options)
+        calls.append(node_probe.remote(BACKEND_GROUP, backend))
     ready, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
     reports = []
     for node, call in zip(nodes, calls, strict=True):

@@ -126,6 +126,7 @@ class ReplayBuffer(PromptSource):
     Raises:
         InvalidRequestError: A size below 1, or ``spare_prompts`` without ``num_prompts``; or, with ``resume``, another
             ``group_size`` than before.
+        InvalidTypeError: An argument has another type.
         UnknownPartitionError: The partition of the answers is not registered.
     """
 
@@ -368,6 +369,7 @@ class ReplayBuffer(PromptSource):
         Raises what `consume` raises.
 
         Args:
+            meta: What `select` returned, or a part of it.
             lost: Samples of ``meta`` whose payload is gone, as `LostSamplesError.missing_samples` names them, or that
                 have to go for another reason. One row of a group stands for the whole group.
 
@@ -445,7 +447,7 @@ class ReplayBuffer(PromptSource):
 
     def save(self, folder: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
         """Saves the run as `DataPlaneClient.save` does, with its errors: the two partitions, which
-        ``client.load(folder)`` loads, and JSON values, which it returns.
+        ``client.load(folder)`` loads, and ``metadata``, JSON values that ``load`` returns.
 
         Rollouts may go on. In a buffer that is made with ``resume`` after the load, groups that are in training now are
         ready, and those that are being generated are generated again. To let that run continue exactly like this one,

@@ -100,6 +100,7 @@ class Collector:
 
     Raises:
         InvalidRequestError: A number below 1.
+        InvalidTypeError: An argument has another type.
     """
 
     def __init__(
@@ -389,7 +390,7 @@ def serve(
         CollectorFailedError: Too many rollouts failed one after another; the cause is the last error.
 
     Examples:
-        >>> serve(client, "replay", lambda reservations: generate([each.prompt for each in reservations]))
+        >>> serve(client, "replay", lambda claimed: generate([reservation.prompt for reservation in claimed]))
     """
     with closing(PromptSource(client, partition_id, lease_s=lease_s)) as source:
         source.wait_for_trainer(math.inf)
@@ -415,6 +416,7 @@ class AsyncCollector:
 
     Raises:
         InvalidRequestError: A number below 1, or a time of 0 s or less.
+        InvalidTypeError: An argument has another type.
     """
 
     def __init__(

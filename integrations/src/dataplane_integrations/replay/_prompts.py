@@ -129,7 +129,8 @@ class PromptSource(DataPlaneClientMixin):
         lease_s: Seconds after which the prompts of a process that died are handed out again.
 
     Raises:
-        InvalidRequestError: A lease of 0 s or less.
+        InvalidRequestError: A lease of 0 s or less, or without end.
+        InvalidTypeError: An argument has another type.
     """
 
     def __init__(self, source: DataPlaneSource, partition_id: str, *, lease_s: float = 60.0) -> None:
@@ -193,6 +194,7 @@ class PromptSource(DataPlaneClientMixin):
             ReplayTimeoutError: The rule admitted fewer groups, or the trainer has not begun. Nothing was claimed.
             ReplayClosedError: This source was closed.
             InvalidRequestError: A number is below 1, or larger than what the rule admits to an empty buffer.
+            InvalidTypeError: An argument has another type.
             UnknownPartitionError: The partition of the prompts was dropped.
         """
         checked_as("reserve: num_groups", Count, num_groups)

@@ -282,8 +282,8 @@ def _masked(turn: Mapping[str, Any], sample: int) -> dict[str, Any]:
         raise InvalidRequestError(f"flatten_message_logs refused: a turn of sample {sample} lacks '{_TOKENS}'.")
     for name, dtype in _OF_LISTS.items():
         if name in made:
-            kept = None if hasattr(made[name], "dtype") else dtype  # arrays and tensors keep theirs
-            made[name] = torch.as_tensor(made[name], dtype=kept, device="cpu")
+            of_list = None if hasattr(made[name], "dtype") else dtype  # arrays and tensors keep theirs
+            made[name] = torch.as_tensor(made[name], dtype=of_list, device="cpu")
     generated = made["role"] == "assistant" and _LOGPROBS in made
     made.setdefault(_MASK, torch.full_like(made[_TOKENS], int(generated)))
     return made

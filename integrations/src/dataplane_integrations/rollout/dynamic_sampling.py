@@ -104,6 +104,7 @@ class DynamicSampling:
 
     Raises:
         InvalidRequestError: A number below 1.
+        InvalidTypeError: An argument has another type.
     """
 
     client: DataPlaneClient

@@ -42,6 +42,7 @@ def mint_sample_ids(uids: Sequence[str], group_size: int) -> list[str]:
 
     Raises:
         InvalidRequestError: A uid is empty or repeats, or the group size is below 1.
+        InvalidTypeError: The group size is no int.
     """
     checked_as("mint_sample_ids: group_size", Count, group_size)
     if not all(isinstance(uid, str) and uid for uid in uids):

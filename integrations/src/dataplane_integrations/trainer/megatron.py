@@ -102,8 +102,8 @@ class MegatronDataPlaneMixin(DataPlaneWorkerMixin):
     # --- lengths ------------------------------------------------------------------------------------------------------
 
     def _sequence_parallel(self) -> bool:
-        """Whether it is on, by the config of the attribute ``model``, a Megatron module or the list of its chunks.
-        Without a model: True, since more padding than needed does no harm."""
+        """Whether sequence parallelism is on, by the config of ``self.model``, a Megatron module or the list of its
+        chunks. Without a model: True, since more padding than needed does no harm."""
         return bool(getattr(model_config(getattr(self, "model", None)), "sequence_parallel", True))
 
     def _pad_multiple(self) -> int:

@@ -192,7 +192,7 @@ class DataPlanePolicy:
                 ``keep_rows=False`` only: where rows stay, further calls may add to them, and `finish_partition` of the
                 client says that no more will come.
             group_size: Claims hand out whole groups of this many rows. Where rows stay, that of the earlier call.
-            fields: None: those of training.
+            fields: Fields that producers are expected to write; None: those of training. They may write more.
             consumer_tasks: The tasks that may claim. The calls on the workers claim nothing.
             keep_rows: Whether rows stay, such as those that dynamic sampling has kept of earlier generations. False:
                 they are dropped.
@@ -660,12 +660,14 @@ class DataPlanePolicy:
         try:
             yield
         except BaseException as error:
-            for meta in [*(step or ()), *metas] if self._clear_on_failure else ():
-                with noted_on(error, f"Its {meta.size} rows could not be cleared"):
-                    self.discard_samples(meta)
-            if step is not None:
-                with noted_on(error, "The step could not be aborted"):
-                    self._abort_train_step(min(self._timeout_s, _PATIENCE_AFTER_FAILURE_S))
+            try:
+                for meta in [*(step or ()), *metas] if self._clear_on_failure else ():
+                    with noted_on(error, f"Its {meta.size} rows could not be cleared"):
+                        self.discard_samples(meta)
+            finally:  # also where the clearing is interrupted
+                if step is not None:
+                    with noted_on(error, "The step could not be aborted"):
+                        self._abort_train_step(min(self._timeout_s, _PATIENCE_AFTER_FAILURE_S))
             raise
 
 

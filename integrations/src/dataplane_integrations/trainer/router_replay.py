@@ -125,6 +125,7 @@ class RoutingReplay:
     Raises:
         UnsupportedOperationError: The model has no mixture-of-experts layers; or a router whose experts cannot be set;
             or activation recomputation in a pipeline, where a backward would use another microbatch's experts.
+        InvalidRequestError: ``missing`` is another word.
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], missing: MissingRoutes = "router") -> None:

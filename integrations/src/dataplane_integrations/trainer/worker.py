@@ -80,9 +80,9 @@ class PolicyWorker(Protocol):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> Mapping[str, Any]:
-        """Trains on this data-parallel rank's rows. ``gbs`` is the global batch size in rows (None: all rows are one
-        batch), ``mbs`` that of a microbatch where there is no plan. See `DataPlanePolicy.train_from_meta` for the keys
-        that it returns."""
+        """Trains on this data-parallel rank's rows; with ``eval_mode``, only computes the loss. ``gbs`` is the global
+        batch size in rows (None: all rows are one batch), ``mbs`` that of a microbatch where there is no plan. See
+        `DataPlanePolicy.train_from_meta` for the keys that it returns."""
 
     def get_logprobs(self, data: BatchedDataDict, micro_batch_size: int | None = None) -> Mapping[str, Any]:
         """Returns ``logprobs`` (N, S), under the current policy.
@@ -352,8 +352,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     def _write_back_result_field(
         self, meta: KVBatchMeta, result: Mapping[str, Any], *, result_key: str, tq_field: str
     ) -> None:
-        """As `_write_back`, for the field ``tq_field``: the tensor ``result_key`` of what a worker's method returned,
-        any mapping.
+        """As `_write_back`, for the field ``tq_field``: the tensor under ``result_key`` in the mapping that a worker's
+        method returned.
 
         Raises:
             InvalidTypeError: ``result`` is not a mapping, or its value is not a tensor.
@@ -417,7 +417,8 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Trains on this rank's shard, with the arguments of ``train``. The driver must call every rank.
+        """Trains on this rank's shard: the rows of ``meta``, with the fields that ``loss_fn`` reads. The other
+        arguments are those of ``train``. The driver must call every rank.
 
         Returns:
             What ``train`` returned, with ``is_replica_leader``.
@@ -445,14 +446,14 @@ class DataPlaneWorkerMixin(DataPlaneClientMixin):
     ) -> None:
         data, meta = self._attach_or_repack_pack_metadata(self._rows_of(meta), meta, "logprob")
         result = self._run(lambda: compute(data, micro_batch_size=micro_batch_size))
-        key_of = {field: key}
+        fields = {key: field}  # key of the result -> field
         if isinstance(result, Mapping) and result.get(_MASK) is not None:
             result = {**result, _MASK: _as_type_of(result[_MASK], data.get(_MASK))}
-            key_of = {_MASK: _MASK, field: key}  # written first: who waits for the log-probabilities finds it
-        for key in key_of.values():
-            _check_width(result, key, data.get(INPUT_IDS_FIELD))
-        for field, key in key_of.items():
-            self._write_back_result_field(meta, result, result_key=key, tq_field=field)
+            fields = {_MASK: _MASK, key: field}  # written first: who waits for the log-probabilities finds it
+        for name in fields:
+            _check_width(result, name, data.get(INPUT_IDS_FIELD))
+        for name, target in fields.items():
+            self._write_back_result_field(meta, result, result_key=name, tq_field=target)
 
     def begin_train_step_presharded(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
         """Opens a step whose rows arrive in portions. The driver must call every rank, here and in the calls that

@@ -62,7 +62,7 @@ EARLY = [
 SERVICES = ["h:1", "h:1/", "h:port/plane", "/plane", "h:1,/plane", "h/plane/db", "h/plane?sentinel_x=1"]
 UNREAD = ["redis://h:port", f"redis://:{_PASSWORD}@h/0?no_such_parameter=1", "redis://h?db=x", "redis://h/zero"]
 #: Options, and what is said of them.
-REFUSED = [
+WRONG_OPTIONS = [
     *(({"url": url.format(f"s3cret{mark}of-the-test", mark)}, "write '#' as %23") for url in EARLY for mark in "#/?"),
     *(
         ({"url": f"redis+sentinel://user:s3cret@{place}"}, r"redis\+sentinel://user:password@host:port")
@@ -74,7 +74,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
+@pytest.mark.parametrize(("options", "said"), WRONG_OPTIONS, ids=str)
 def test_options_that_cannot_be_are_refused_without_telling_a_password(connect, options, said):
     with pytest.raises(ConfigError, match=said) as caught:
         connect(**options)
@@ -232,8 +232,8 @@ def test_a_service_with_tls_and_users(start_server, connect, certificates):
     sentinel.admin("ACL", "SETUSER", "asker", "on", ">asked", "-@all", "+sentinel|masters")
     sentinel.admin("SENTINEL MONITOR", "plane", "127.0.0.1", server.tls_port, 1)
     wait_until(lambda: sentinel.admin("SENTINEL MASTER", "plane")["flags"] == "master")
-    of_another_name = start_server(tls=certificates / "server")
-    sentinel.admin("SENTINEL MONITOR", "other", "127.0.0.1", of_another_name.tls_port, 1)
+    other = start_server(tls=certificates / "server")  # its certificate is made for another name
+    sentinel.admin("SENTINEL MONITOR", "other", "127.0.0.1", other.tls_port, 1)
     user, place = f"dataplane:{_PASSWORD}", f"127.0.0.1:{sentinel.tls_port}/plane"
     url = f"rediss+sentinel://{user}@{place}?{parameters(certificates)}"
     client = connect(url=f"{url}&sentinel_username=asker&sentinel_password=asked", namespace="mine", partition="p")

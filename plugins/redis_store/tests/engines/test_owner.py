@@ -171,12 +171,14 @@ def test_a_full_server_refuses_puts_alone(start_server, connect, hurries):
 # --- close, whose parts share one deadline ----------------------------------------------------------------------------
 
 
-def test_close_ends_all_connections(plain, connect):
+def test_close_ends_all_connections(start_server, connect):
+    server = start_server()
+
     def connected():
-        return plain.info("clients")["connected_clients"]
+        return server.info("clients")["connected_clients"]
 
     before = connected()
-    client = connect(url=plain.url, partition="p")
+    client = connect(url=server.url, partition="p")
     link = backend_of(client)._link
     assert connected() > before
     client.close()

@@ -1,4 +1,4 @@
-"""`wait_replicas` and `wait_fsync`: what was acknowledged is not lost. Also with Valkey instead of Redis."""
+"""`wait_replicas` and `wait_fsync`: what was acknowledged is not lost. `wait_fsync` also with Valkey."""
 
 import os
 import signal

@@ -134,7 +134,7 @@ class Life:
 
 @pytest.fixture
 def life(folder):
-    """The first one, with a partition."""
+    """The first life of the folder, with a partition."""
     life = Life(folder)
     life.register()
     return life

@@ -11,6 +11,7 @@ from multiprocessing import forkserver
 import cloudpickle
 import pytest
 import torch
+from layouts import ToyWorker, join_and_run, leave, lose_payload
 
 from dataplane_core import DataPlaneConfig, connect, kv_first_write
 from dataplane_core.batch import BatchedDataDict, write_columns
@@ -18,10 +19,6 @@ from dataplane_core.errors import BackendUnavailableError
 from dataplane_core.middleware import Metrics
 from dataplane_core.schema import DP_TRAIN_FIELDS
 from dataplane_testkit._workers import Worker
-
-sys.path.insert(0, os.path.dirname(__file__))
-
-from layouts import ToyWorker, join_and_run, leave, lose_payload
 
 # modules beside this file, which processes of Ray cannot import: what cloudpickle sends of them travels by value
 _HELPERS = ("bits", "layouts", "tiny_megatron")

@@ -543,7 +543,7 @@ TABLE = {"starved": STARVED, "waits": WAITS, "moves": MOVES, "idle": IDLE, "done
 
 
 @pytest.mark.parametrize(("state", "row"), [(state, row) for state, rows in TABLE.items() for row in rows])
-def test_a_fault_names_its_culprit_and_what_may_be_merely_slow_is_neither_called_starved_nor_over(state, row):
+def test_a_fault_names_its_culprit_and_is_called_starved_or_over_only_if_it_is(state, row):
     expected, over, found, clients, facts = row
     told = verdict(found, *clients, **facts)
     assert told.state == state, told

@@ -319,6 +319,15 @@ def test_a_session_ends_with_its_process_although_a_fork_lives_on(host):
     os.waitpid(child, 0)
 
 
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of one that the interrupt took from everybody
+def test_an_interrupt_at_any_instruction_of_a_call_leaves_no_socket_open(session, interrupted):
+    at = 0
+    while interrupted(lambda: session.call("echo", soon(), Echo(b"x")), at, sessions) is not None:
+        assert all(channel.fileno() < 0 for channel in session._used), at
+        at += 1
+    assert at > 100
+
+
 def test_pins_that_end_while_all_sockets_are_in_use_are_released_by_the_call_that_ends(host, session):
     busy = held_up(host, session)
     session.release(1)

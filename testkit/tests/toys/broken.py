@@ -364,7 +364,7 @@ CommitsTagsAfterData.put_samples: later = replace(request, columns={}, specs={})
     if request.columns and request.tags: return in_parts(right, [replace(request, tags=None), later], 0.001)
 WritesFieldByField.put_samples: return in_parts(right, by_column(request), 0.005)
 test_reads_see_all_old_or_all_new_cells
-OverwritesFieldByField.put_samples: if partition and written: return in_parts(right, by_column(request), 0.05)
+OverwritesFieldByField.put_samples: if partition and written: return in_parts(right, by_column(request), 0.2)
 test_puts_that_overlap_clears_are_whole_or_nothing[clear]
 WritesRowByRow.put_samples: parts, tags = [], request.tags or [None] * len(request.sample_ids)
     for row, sample_id in enumerate(request.sample_ids):

@@ -382,19 +382,18 @@ class Session:
     def _channel(self, what: str, deadline: float) -> Iterator[socket.socket]:
         """A socket for one call. It is kept for others only if the call ends without an error."""
         channel = self._take(what, deadline)
-        self._used.add(channel)
         try:
-            yield channel
+            try:
+                self._used.add(channel)
+                yield channel
+            finally:
+                self._used.discard(channel)
         # not kept: the reply that is still to come would be taken for that of the next request
-        except BaseException as error:
+        except BaseException as error:  # also an interrupt while it was noted
             channel.close()
-            if isinstance(error, DataPlaneError):  # some are an `OSError`
-                raise
-            if isinstance(error, (OSError, EOFError)):
+            if isinstance(error, (OSError, EOFError)) and not isinstance(error, DataPlaneError):  # which may be one
                 raise self._failure(what, error) from error
             raise
-        finally:
-            self._used.discard(channel)
         self._keep(channel)
 
     def _keep(self, channel: socket.socket) -> None:
@@ -528,8 +527,9 @@ def _end_session(first: socket.socket, idle: deque[socket.socket]) -> None:
 
 def _close_all(first: socket.socket, idle: deque[socket.socket]) -> None:
     first.close()
-    while idle:
-        idle.pop().close()
+    with contextlib.suppress(IndexError):  # another thread may close some of them
+        while True:
+            idle.pop().close()
 
 
 def _listen(first: socket.socket, waiting: dict[str, Callable[[], object]]) -> None:

@@ -389,9 +389,9 @@ class Session:
             finally:
                 self._used.discard(channel)
         # not kept: the reply that is still to come would be taken for that of the next request
-        except BaseException as error:  # also an interrupt while it was noted
+        except BaseException as error:  # an interrupt, too, at any instruction above
             channel.close()
-            if isinstance(error, (OSError, EOFError)) and not isinstance(error, DataPlaneError):  # which may be one
+            if isinstance(error, (OSError, EOFError)) and not isinstance(error, DataPlaneError):  # some are both
                 raise self._failure(what, error) from error
             raise
         self._keep(channel)
